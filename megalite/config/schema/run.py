@@ -1,0 +1,154 @@
+"""Sections that surround the training itself: checkpoint, logging, resilience, profiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megalite.config.checks import require, require_at_least
+
+
+@dataclass(kw_only=True, frozen=True)
+class CheckpointConfig:
+    """When and where training state is written, and where the first start comes from.
+
+    If the folder ``save`` has a published checkpoint, the run resumes from it. ``load``, ``ckpt_step``, ``finetune``,
+    ``no_load_optim``, ``no_load_rng`` and ``pretrained_checkpoint`` describe the first start only.
+    """
+
+    save: Path | None = None
+    """Folder that receives ``iter_0000100/``; leave out to save nothing."""
+
+    save_interval: int | None = None
+    """Iterations between two regular checkpoints; left out, one is written when the run ends or stops."""
+
+    load: Path | None = None
+    """Folder with checkpoints of the run to continue from, if ``save`` has none."""
+
+    ckpt_step: int | None = None
+    """Iteration to load from ``load`` instead of the newest published one."""
+
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Layout on disk."""
+
+    finetune: bool = False
+    """Take only the weights from the loaded checkpoint, and start at iteration 0."""
+
+    no_load_optim: bool = False
+    """Do not load optimizer and schedules; master weights are set from the loaded weights."""
+
+    no_load_rng: bool = False
+    """Do not load the states of the random number generators."""
+
+    no_save_optim: bool = False
+    """Write no optimizer state and no schedules. Such a checkpoint cannot be resumed from, only finetuned."""
+
+    no_save_rng: bool = False
+    """Write no states of random number generators."""
+
+    pretrained_checkpoint: Path | None = None
+    """Folder with a checkpoint whose weights the run starts from, if neither ``save`` nor ``load`` has one."""
+
+    exit_on_missing_checkpoint: bool = True
+    """Stop if ``load`` or ``pretrained_checkpoint`` is given and has no checkpoint; off, start from random weights."""
+
+    log_state_hash: bool = False
+    """Log a fingerprint of weights and moments at each save and load. It does not depend on the topology."""
+
+    def __post_init__(self) -> None:
+        require_at_least("checkpoint.save_interval", self.save_interval, 1)
+        require_at_least("checkpoint.ckpt_step", self.ckpt_step, 1)
+        require(
+            self.save_interval is None or self.save is not None,
+            f"checkpoint.save_interval is {self.save_interval}, but checkpoint.save is not set, so nothing would be "
+            "written; add a folder to save into, or set save_interval to null as well",
+            "checkpoint.save_interval",
+            "checkpoint.save",
+        )
+        require(
+            self.ckpt_step is None or self.load is not None,
+            f"checkpoint.ckpt_step is {self.ckpt_step}, but checkpoint.load is not set; name the folder to load from, "
+            "or leave ckpt_step out",
+            "checkpoint.ckpt_step",
+            "checkpoint.load",
+        )
+        for name in ("finetune", "no_load_optim", "no_load_rng"):
+            require(
+                not getattr(self, name) or self.load is not None or self.pretrained_checkpoint is not None,
+                f"checkpoint.{name} is on, but neither checkpoint.load nor checkpoint.pretrained_checkpoint is set, so "
+                f"it has nothing to act on; name a checkpoint to start from, or switch {name} off",
+                f"checkpoint.{name}",
+                "checkpoint.load",
+                "checkpoint.pretrained_checkpoint",
+            )
+
+
+@dataclass(kw_only=True, frozen=True)
+class LoggingConfig:
+    """What is reported, how often and where."""
+
+    log_interval: int = 10
+    """Iterations between two progress lines."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    """Least important messages that are shown."""
+
+    metrics_jsonl: bool = True
+    """Write metrics to ``metrics.jsonl`` in the save folder. Without effect if nothing is saved."""
+
+    tensorboard_dir: Path | None = None
+    """Folder for TensorBoard event files; needs the extra ``tensorboard``."""
+
+    def __post_init__(self) -> None:
+        require_at_least("logging.log_interval", self.log_interval, 1)
+
+
+@dataclass(kw_only=True, frozen=True)
+class ResilienceConfig:
+    """What the run does about its own faults."""
+
+    check_for_nan_in_loss_and_grad: bool = True
+    """Stop the run when the loss or the gradient norm is not finite."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class ProfilingConfig:
+    """A torch profiler trace of a few iterations."""
+
+    profile: bool = False
+    """Record a trace on ``profile_ranks``."""
+
+    profile_step_start: int = 10
+    """First iteration that is recorded."""
+
+    profile_step_end: int = 12
+    """Iteration before which the recording ends."""
+
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    """Global ranks that record; those the run does not have are ignored."""
+
+    profile_dir: Path | None = None
+    """Folder for the traces."""
+
+    def __post_init__(self) -> None:
+        require_at_least("profiling.profile_step_start", self.profile_step_start, 0)
+        require(
+            self.profile_step_end > self.profile_step_start,
+            f"profiling.profile_step_end is {self.profile_step_end}, not after profiling.profile_step_start "
+            f"{self.profile_step_start}; raise it, or lower profile_step_start",
+            "profiling.profile_step_end",
+            "profiling.profile_step_start",
+        )
+        require(
+            len(self.profile_ranks) > 0 and min(self.profile_ranks) >= 0,
+            f"profiling.profile_ranks is {self.profile_ranks}, but must name at least one rank, none negative; write "
+            "for example 0,1",
+            "profiling.profile_ranks",
+        )
+        require(
+            not self.profile or self.profile_dir is not None,
+            "profiling.profile is on, but profiling.profile_dir is not set; name a folder for the traces",
+            "profiling.profile",
+            "profiling.profile_dir",
+        )

@@ -1,0 +1,289 @@
+"""Sections that say how the weights move: training, optimizer, data, rng."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megalite.config.checks import require, require_above, require_at_least, require_at_most_one, require_probability
+
+# The system delivers the first two to nobody; after a handler for the others Python repeats the faulty instruction.
+_UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+
+
+@dataclass(kw_only=True, frozen=True)
+class TrainingConfig:
+    """Batch sizes, the length of the run, validation, and when to stop early."""
+
+    micro_batch_size: int
+    """Samples in one forward pass of one data-parallel rank."""
+
+    global_batch_size: int | None = None
+    """Samples in one optimizer step; left out, micro_batch_size x data-parallel size. Set it, and the run does not
+    change with the number of ranks."""
+
+    train_iters: int | None = None
+    """Length of the run in iterations. Exactly one of train_iters and train_samples is given."""
+
+    train_samples: int | None = None
+    """Length of the run in samples. The last samples, too few for a whole global batch, are not trained on."""
+
+    seed: int = 1234
+    """Seed of weights, dropout and data order."""
+
+    eval_interval: int | None = None
+    """Iterations between two validations; left out, there is none during training."""
+
+    eval_iters: int = 100
+    """Global batches in one validation; 0 switches validation off."""
+
+    exit_interval: int | None = None
+    """Save and stop when the iteration is divisible by this number."""
+
+    exit_duration_in_mins: float | None = None
+    """Save and stop when the job has run for this many minutes."""
+
+    exit_signal_handler: bool = True
+    """Save and stop when any rank receives exit_signal."""
+
+    exit_signal: str = "SIGTERM"
+    """Name of the signal that asks the job to save and stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed"):
+            require_at_least(f"training.{name}", getattr(self, name), 1)
+        require_at_least("training.eval_interval", self.eval_interval, 1)
+        require_at_least("training.eval_iters", self.eval_iters, 0)
+        require_at_least("training.exit_interval", self.exit_interval, 1)
+        require_above("training.exit_duration_in_mins", self.exit_duration_in_mins, 0)
+        lengths = ("train_iters", "train_samples")
+        are_set = (self.train_iters is not None, self.train_samples is not None)
+        require_at_most_one("training", lengths, are_set, "the run has one length")
+        require(
+            any(are_set),
+            "training.train_iters and training.train_samples are both left out, but the run needs a length; set one of "
+            "them",
+            "training.train_iters",
+            "training.train_samples",
+        )
+        self._check_signal()
+
+    def _check_signal(self) -> None:
+        usable = sorted(s.name for s in signal.Signals if s.name not in _UNCATCHABLE_SIGNALS)
+        require(
+            self.exit_signal in usable,
+            f"training.exit_signal is {self.exit_signal!r}, not the name of a signal that a process can handle; "
+            f"choose one such as SIGTERM, SIGUSR1 or SIGINT (all: {', '.join(usable)})",
+            "training.exit_signal",
+        )
+
+
+@dataclass(kw_only=True, frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate and weight-decay schedules."""
+
+    optimizer: Literal["adam"] = "adam"
+    """Update rule: Adam with decoupled weight decay."""
+
+    lr: float
+    """Highest learning rate, reached at the end of the warmup."""
+
+    min_lr: float = 0.0
+    """Lowest learning rate, reached at the end of the decay."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay from lr to min_lr. WSD is warmup, stable, decay."""
+
+    lr_decay_iters: int | None = None
+    """Iterations after which the rate is min_lr; left out, train_iters."""
+
+    lr_decay_samples: int | None = None
+    """Samples after which the rate is min_lr; left out, train_samples. Only with train_samples."""
+
+    lr_warmup_iters: int = 0
+    """Iterations over which the rate rises in a line from lr_warmup_init to lr. Only with train_iters."""
+
+    lr_warmup_samples: int = 0
+    """Samples over which the rate rises in a line from lr_warmup_init to lr. Only with train_samples."""
+
+    lr_warmup_fraction: float | None = None
+    """Warmup as a part of the decay length, instead of a count."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate at the first step of the warmup."""
+
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the last phase of WSD."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of the last phase of WSD. Only with train_iters."""
+
+    lr_wsd_decay_samples: int | None = None
+    """Samples of the last phase of WSD. Only with train_samples."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay. Biases and norm parameters are not decayed."""
+
+    start_weight_decay: float | None = None
+    """Weight decay at the start. Given together with end_weight_decay, it takes the place of weight_decay."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the end of the run."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay goes from start_weight_decay to end_weight_decay."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        non_negative = ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples", "clip_grad")
+        for name in (*non_negative, "weight_decay", "start_weight_decay", "end_weight_decay"):
+            require_at_least(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            require_at_least(f"optimizer.{name}", getattr(self, name), 1)
+        for name in ("lr_warmup_fraction", "adam_beta1", "adam_beta2"):
+            require_probability(f"optimizer.{name}", getattr(self, name))
+        require_above("optimizer.adam_eps", self.adam_eps, 0)
+        for name in ("min_lr", "lr_warmup_init"):
+            value = getattr(self, name)
+            require(
+                value <= self.lr,
+                f"optimizer.{name} is {value}, above optimizer.lr {self.lr}; lower it, or raise lr",
+                f"optimizer.{name}",
+                "optimizer.lr",
+            )
+        self._check_lr_schedule()
+        self._check_weight_decay()
+
+    def _check_lr_schedule(self) -> None:
+        for name in ("lr_decay", "lr_wsd_decay"):
+            names = (f"{name}_iters", f"{name}_samples")
+            are_set = (getattr(self, names[0]) is not None, getattr(self, names[1]) is not None)
+            require_at_most_one("optimizer", names, are_set, "a schedule is counted in one unit")
+        require_at_most_one(
+            "optimizer",
+            ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+            (self.lr_warmup_iters > 0, self.lr_warmup_samples > 0, self.lr_warmup_fraction is not None),
+            "they say the same thing in different ways",
+        )
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            require(
+                getattr(self, name) is None or self.lr_decay_style == "WSD",
+                f"optimizer.{name} is {getattr(self, name)}, but optimizer.lr_decay_style is {self.lr_decay_style!r}, "
+                f"which has no such phase; set lr_decay_style to WSD, or {name} to null",
+                f"optimizer.{name}",
+                "optimizer.lr_decay_style",
+            )
+
+    def _check_weight_decay(self) -> None:
+        start, end = self.start_weight_decay, self.end_weight_decay
+        keys = ("optimizer.start_weight_decay", "optimizer.end_weight_decay", "optimizer.weight_decay_incr_style")
+        require(
+            (start is None) == (end is None),
+            f"optimizer.start_weight_decay is {start} and optimizer.end_weight_decay is {end}; set both, or neither",
+            *keys[:2],
+        )
+        if self.weight_decay_incr_style == "constant":
+            require(
+                start == end,
+                f"optimizer.weight_decay_incr_style is 'constant', but start_weight_decay is {start} and "
+                f"end_weight_decay is {end}; make them equal, or choose the style linear or cosine",
+                *keys,
+            )
+        else:
+            require(
+                start is not None,
+                f"optimizer.weight_decay_incr_style is {self.weight_decay_incr_style!r}, but start_weight_decay and "
+                "end_weight_decay are left out; set both, or the style to constant",
+                keys[2],
+            )
+
+
+@dataclass(kw_only=True, frozen=True)
+class DataConfig:
+    """Where tokens come from. Exactly one of data_path and mock_data is given."""
+
+    data_path: list[str] | None = None
+    """Prefix of the ``.bin`` and ``.idx`` files. This version takes one prefix, not a blend of several."""
+
+    split: str = "969,30,1"
+    """Relative sizes of training, validation and test data; missing ones are 0."""
+
+    data_cache_path: Path | None = None
+    """Folder for sample indices; left out, a folder beside the data."""
+
+    mock_data: bool = False
+    """Train on generated tokens."""
+
+    mmap_bin_files: bool = True
+    """Map the ``.bin`` file into memory instead of reading pieces of it."""
+
+    num_workers: int = 0
+    """Processes that prepare batches on each rank; 0 prepares them in the training process."""
+
+    eod_mask_loss: bool = False
+    """Leave positions that hold the end-of-document token out of the loss."""
+
+    tokenizer_type: Literal["ByteTokenizer", "NullTokenizer"] = "ByteTokenizer"
+    """ByteTokenizer makes one token of each byte; NullTokenizer reads numbers and needs model.vocab_size."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.num_workers", self.num_workers, 0)
+        self._check_source()
+        self._check_split()
+
+    def split_weights(self) -> tuple[float, float, float]:
+        """Weights of training, validation and test data as given, not normalised."""
+        numbers = [float(part) for part in self.split.split(",")]
+        train, valid, test = numbers + [0.0] * (3 - len(numbers))
+        return train, valid, test
+
+    def _check_source(self) -> None:
+        sources = ("data_path", "mock_data")
+        require_at_most_one(
+            "data", sources, (self.data_path is not None, self.mock_data), "a run has one source of tokens"
+        )
+        require(
+            self.data_path is not None or self.mock_data,
+            "data.data_path and data.mock_data are both left out, but the run needs tokens; set one of them",
+            *(f"data.{name}" for name in sources),
+        )
+        if self.data_path is not None:
+            require(
+                len(self.data_path) == 1 and self.data_path[0] != "",
+                f"data.data_path is {self.data_path}, but this version reads exactly one prefix and has no blends; "
+                "give one prefix, without .bin or .idx",
+                "data.data_path",
+            )
+
+    def _check_split(self) -> None:
+        parts = [part.strip() for part in self.split.split(",")]
+        is_readable = len(parts) <= 3 and all(re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts)
+        require(
+            is_readable and 0 < sum(map(float, parts)) < math.inf,
+            f"data.split is {self.split!r}, but must be one to three numbers that are not negative and not all 0, "
+            "separated by commas; write for example 969,30,1",
+            "data.split",
+        )
+
+
+@dataclass(kw_only=True, frozen=True)
+class RngConfig:
+    """Random number streams beyond training.seed."""
+
+    data_parallel_random_init: bool = False
+    """Give every data-parallel rank its own random streams when weights are initialised."""
