@@ -1,7 +1,7 @@
 """Leaves of a sharded state dict: they say where local data belongs in a global tensor or grid of objects.
 
-What is on disk is told apart by coordinates only. Which rank wrote a block, and how many ranks there were, means nothing to
-the reader; that is what makes a checkpoint loadable at another topology.
+What is on disk is told apart by coordinates only. Which rank wrote a block, and how many ranks there were, means
+nothing to the reader; that is what makes a checkpoint loadable at another topology.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ShardedTensor:
         _check_replica_id(self.key, self.replica_id)
         if self.data.dtype != self.dtype or tuple(self.data.shape) != self.local_shape:
             raise ValueError(
-                f"{self.key}: data is {self.data.dtype} {tuple(self.data.shape)} but the block is declared {self.dtype} "
-                f"{self.local_shape}; declare the tensor that is passed"
+                f"{self.key}: data is {self.data.dtype} {tuple(self.data.shape)} but the block is declared "
+                f"{self.dtype} {self.local_shape}; declare the tensor that is passed"
             )
         rank = len(self.global_shape)
         if (
@@ -71,14 +71,14 @@ class ShardedTensor:
             or len(self.global_offset) != rank
         ):
             raise ValueError(
-                f"{self.key}: {self.prepend_axis_num} prepended axes and local shape {self.local_shape} do not make the "
-                f"axes of global shape {self.global_shape} at offset {self.global_offset}; their counts must add up"
+                f"{self.key}: {self.prepend_axis_num} prepended axes and local shape {self.local_shape} do not make "
+                f"the axes of global shape {self.global_shape} at offset {self.global_offset}; their counts must add up"
             )
         for offset, size, whole in zip(self.global_offset, self.chunk_shape, self.global_shape, strict=True):
             if offset < 0 or offset + size > whole:
                 raise ValueError(
-                    f"{self.key}: block of shape {self.chunk_shape} at offset {self.global_offset} leaves the global shape "
-                    f"{self.global_shape}; check the offsets"
+                    f"{self.key}: block of shape {self.chunk_shape} at offset {self.global_offset} leaves the global "
+                    f"shape {self.global_shape}; check the offsets"
                 )
         if self.axis_fragmentations is not None:
             self._check_grid(self.axis_fragmentations)
@@ -230,8 +230,8 @@ class LocalNonpersistentObject:
 class ShardedTensorFactory:
     """One local tensor that is several tensors on disk.
 
-    ``build_fn(key, data, replica_id)`` returns a nested dict or list of sharded leaves that view ``data``; ``merge_fn`` gets
-    the same structure with loaded values and returns what the state dict should hold.
+    ``build_fn(key, data, replica_id)`` returns a nested dict or list of sharded leaves that view ``data``; ``merge_fn``
+    gets the same structure with loaded values and returns what the state dict should hold.
     """
 
     key: str
