@@ -279,6 +279,11 @@ class DataConfig:
             "separated by commas; write for example 969,30,1",
             "data.split",
         )
+        require(
+            float(parts[0]) > 0,
+            f"data.split is {self.split!r}, which leaves nothing for training; make its first number greater than 0",
+            "data.split",
+        )
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -1,0 +1,306 @@
+"""What follows from the configuration and the world size: checks of settings against each other, and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.checks import require, require_at_least
+from megalite.config.schema import Config
+
+
+@dataclass(frozen=True)
+class ScheduleSamples:
+    """Numbers of the learning-rate and weight-decay schedule. Lengths are in samples, whatever unit the user chose."""
+
+    lr_warmup_steps: float
+    """A fraction of the decay length need not be a whole number."""
+
+    lr_decay_steps: int
+    wsd_decay_steps: int | None
+    wd_incr_steps: int
+    start_wd: float
+    end_wd: float
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Numbers that the rest of the program needs and that the user may leave out, resolved for one world size."""
+
+    world_size: int
+    data_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+
+    num_microbatches: int
+    """Forward passes of one data-parallel rank in one iteration."""
+
+    train_iters: int
+
+    train_samples: int
+    """Size of the training index: the given number, which may exceed train_iters x global_batch_size."""
+
+    sequence_parallel: bool
+    """False at TP 1, where it has no meaning."""
+
+    num_model_chunks: int
+    """Chunks of layers on each stage; 1 at PP 1, where more have no meaning."""
+
+    layers_per_stage: int
+    ffn_hidden_size: int
+    kv_channels: int
+    max_position_embeddings: int
+
+    ddp_bucket_size: int
+    """In parameters."""
+
+    accumulate_allreduce_grads_in_fp32: bool
+    """False only if gradients are kept in bfloat16 or in double precision."""
+
+    vocab_size_multiple: int
+    schedule: ScheduleSamples
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return the rows of the embedding, a multiple of what divides them evenly over tensor-parallel ranks."""
+        return -(-vocab_size // self.vocab_size_multiple) * self.vocab_size_multiple
+
+
+def derive(config: Config, world_size: int) -> Derived:
+    """Check ``config`` against ``world_size`` and resolve what was left out. Raises ConfigError."""
+    check_config(config)
+    model, parallel, training = config.model, config.parallel, config.training
+    data_parallel_size = _data_parallel_size(config, world_size)
+    global_batch_size = _global_batch_size(config, data_parallel_size)
+    train_iters, train_samples = _run_length(config, global_batch_size)
+    # Gradients follow the weights' format, except that bfloat16 would lose most of a long sum.
+    in_bf16 = config.precision.bf16 and config.precision.accumulate_allreduce_grads_in_fp32 is False
+    return Derived(
+        world_size=world_size,
+        data_parallel_size=data_parallel_size,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=global_batch_size,
+        num_microbatches=global_batch_size // (training.micro_batch_size * data_parallel_size),
+        train_iters=train_iters,
+        train_samples=train_samples,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        # The schema refuses more than one chunk at PP > 1.
+        num_model_chunks=1,
+        layers_per_stage=model.num_layers // parallel.pipeline_model_parallel_size,
+        ffn_hidden_size=_ffn_hidden_size(config),
+        kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel_size),
+        accumulate_allreduce_grads_in_fp32=not (in_bf16 or config.precision.float64),
+        vocab_size_multiple=model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size,
+        schedule=schedule_in_samples(config, global_batch_size),
+    )
+
+
+def schedule_in_samples(config: Config, global_batch_size: int) -> ScheduleSamples:
+    """Return the schedule counted in samples, as Megatron's OptimizerParamScheduler takes it."""
+    training, optimizer = config.training, config.optimizer
+    if training.train_iters is not None:
+        unit, length = global_batch_size, training.train_iters
+        decay, warmup = optimizer.lr_decay_iters, optimizer.lr_warmup_iters
+        wsd_decay = optimizer.lr_wsd_decay_iters
+    else:
+        unit, length = 1, training.train_samples
+        decay, warmup = optimizer.lr_decay_samples, optimizer.lr_warmup_samples
+        wsd_decay = optimizer.lr_wsd_decay_samples
+    lr_decay_steps = (decay or length) * unit
+    has_range = optimizer.start_weight_decay is not None
+    return ScheduleSamples(
+        # Not rounded: Megatron does not either, and the rates would differ in the last bits.
+        lr_warmup_steps=(
+            warmup * unit if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * lr_decay_steps
+        ),
+        lr_decay_steps=lr_decay_steps,
+        wsd_decay_steps=None if wsd_decay is None else wsd_decay * unit,
+        wd_incr_steps=length * unit,
+        start_wd=optimizer.start_weight_decay if has_range else optimizer.weight_decay,
+        end_wd=optimizer.end_weight_decay if has_range else optimizer.weight_decay,
+    )
+
+
+def check_config(config: Config) -> None:
+    """Raise SettingError if settings of different sections contradict each other, whatever the world size."""
+    _check_model(config)
+    _check_data(config)
+    _check_batch(config)
+    _check_schedule_unit(config)
+    _check_schedule_lengths(config)
+
+
+def _check_model(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    require(
+        model.num_layers >= pp,
+        f"parallel.pipeline_model_parallel_size is {pp}, more stages than layers (model.num_layers "
+        f"{model.num_layers}), so that some would have none; use fewer stages",
+        "parallel.pipeline_model_parallel_size",
+        "model.num_layers",
+    )
+    require(
+        not (config.precision.float64 and model.transformer_impl == "transformer_engine"),
+        "precision.float64 is on, but model.transformer_impl is 'transformer_engine', which has no double precision; "
+        "use 'local'",
+        "precision.float64",
+        "model.transformer_impl",
+    )
+    cuts = [
+        ("model.num_layers", model.num_layers, "parallel.pipeline_model_parallel_size", pp),
+        ("model.num_attention_heads", model.num_attention_heads, "parallel.tensor_model_parallel_size", tp),
+        ("model.ffn_hidden_size", _ffn_hidden_size(config), "parallel.tensor_model_parallel_size", tp),
+    ]
+    if parallel.sequence_parallel:
+        cuts.append(("model.seq_length", model.seq_length, "parallel.tensor_model_parallel_size", tp))
+    for key, value, size_key, size in cuts:
+        reason = ", with parallel.sequence_parallel on" if key == "model.seq_length" else ""
+        require(
+            value % size == 0,
+            f"{key} is {value}, which {size_key} {size} does not divide{reason}; change one of them",
+            key,
+            size_key,
+        )
+
+
+def _check_data(config: Config) -> None:
+    model, training, data = config.model, config.training, config.data
+    require(
+        data.tokenizer_type != "NullTokenizer" or model.vocab_size is not None,
+        "data.tokenizer_type is 'NullTokenizer', which has no vocabulary of its own, but model.vocab_size is not set; "
+        "set it to the number of token ids in the data",
+        "data.tokenizer_type",
+        "model.vocab_size",
+    )
+    require(
+        training.eval_interval is None
+        or training.eval_iters == 0
+        or data.data_path is None
+        or data.split_weights()[1] > 0,
+        f"training.eval_interval is {training.eval_interval}, but data.split {data.split!r} leaves nothing for "
+        "validation; give the second number of split a share, or set eval_iters to 0",
+        "training.eval_interval",
+        "data.split",
+    )
+
+
+def _check_batch(config: Config) -> None:
+    training = config.training
+    micro, total, samples = training.micro_batch_size, training.global_batch_size, training.train_samples
+    if total is None:
+        return
+    require(
+        total % micro == 0,
+        f"training.global_batch_size is {total}, which training.micro_batch_size {micro} does not divide; change one "
+        "of them",
+        "training.global_batch_size",
+        "training.micro_batch_size",
+    )
+    require(
+        samples is None or samples >= total,
+        f"training.train_samples is {samples}, less than one global batch (training.global_batch_size {total}); raise "
+        "it",
+        "training.train_samples",
+        "training.global_batch_size",
+    )
+
+
+def _check_schedule_unit(config: Config) -> None:
+    chosen, other = ("iters", "samples") if config.training.train_iters is not None else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(config.optimizer, f"{name}_{other}")
+        require(
+            # Not set is 0 for the warmup and None for the others.
+            not value,
+            f"optimizer.{name}_{other} is {value}, but the length of the run is training.train_{chosen}; count both in "
+            f"one unit and use {name}_{chosen}",
+            f"optimizer.{name}_{other}",
+            f"training.train_{chosen}",
+        )
+
+
+def _check_schedule_lengths(config: Config) -> None:
+    optimizer = config.optimizer
+    unit = "iters" if config.training.train_iters is not None else "samples"
+    length_key = f"training.train_{unit}"
+    decay_key = f"optimizer.lr_decay_{unit}" if getattr(optimizer, f"lr_decay_{unit}") is not None else length_key
+    # With a global batch of one, iterations and samples are the same number.
+    schedule = schedule_in_samples(config, global_batch_size=1)
+    warmup, decay, wsd_decay = schedule.lr_warmup_steps, schedule.lr_decay_steps, schedule.wsd_decay_steps
+    warmup_key = f"optimizer.lr_warmup_{unit if optimizer.lr_warmup_fraction is None else 'fraction'}"
+    require(
+        warmup < decay,
+        f"{warmup_key} is {warmup}, not less than {decay_key} {decay}, so the rate would never decay; shorten the "
+        "warmup or lengthen the decay",
+        warmup_key,
+        decay_key,
+    )
+    if optimizer.lr_decay_style != "WSD":
+        return
+    wsd_key = f"optimizer.lr_wsd_decay_{unit}"
+    require(
+        wsd_decay is not None,
+        f"optimizer.lr_decay_style is 'WSD', but {wsd_key} is not set; say how long the last phase is",
+        "optimizer.lr_decay_style",
+        wsd_key,
+    )
+    require(
+        wsd_decay <= decay - warmup,
+        f"{wsd_key} is {wsd_decay}, more than what {decay_key} {decay} leaves after a warmup of {warmup}; shorten it",
+        wsd_key,
+        decay_key,
+        warmup_key,
+    )
+
+
+def _ffn_hidden_size(config: Config) -> int:
+    return config.model.ffn_hidden_size or 4 * config.model.hidden_size
+
+
+def _data_parallel_size(config: Config, world_size: int) -> int:
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    require_at_least("the world size", world_size, 1)
+    require(
+        world_size % (tp * pp) == 0,
+        f"the run has {world_size} ranks, not a multiple of parallel.tensor_model_parallel_size {tp} x "
+        f"parallel.pipeline_model_parallel_size {pp} = {tp * pp}; start it on {_nearby(world_size, tp * pp)} ranks, or "
+        "change the sizes",
+        "parallel.tensor_model_parallel_size",
+        "parallel.pipeline_model_parallel_size",
+    )
+    return world_size // (tp * pp)
+
+
+def _global_batch_size(config: Config, data_parallel_size: int) -> int:
+    micro = config.training.micro_batch_size
+    samples_at_once = micro * data_parallel_size
+    total = config.training.global_batch_size
+    if total is None:
+        return samples_at_once
+    require(
+        total % samples_at_once == 0,
+        f"training.global_batch_size is {total}, not a multiple of training.micro_batch_size {micro} x data-parallel "
+        f"size {data_parallel_size} = {samples_at_once}; use {_nearby(total, samples_at_once)}, or change the others",
+        "training.global_batch_size",
+        "training.micro_batch_size",
+    )
+    return total
+
+
+def _run_length(config: Config, global_batch_size: int) -> tuple[int, int]:
+    iters, samples = config.training.train_iters, config.training.train_samples
+    if iters is not None:
+        return iters, iters * global_batch_size
+    require(
+        samples >= global_batch_size,
+        f"training.train_samples is {samples}, less than one global batch of {global_batch_size}; raise it, or use "
+        "fewer ranks or a smaller batch",
+        "training.train_samples",
+    )
+    return samples // global_batch_size, samples
+
+
+def _nearby(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
