@@ -1,0 +1,60 @@
+"""Index arrays kept as ``.npy`` files that several ranks and jobs may build, replace and read at the same time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megalite.utils.files import make_directories
+
+logger = logging.getLogger(__name__)
+
+
+def default_cache_folder(prefix: Path) -> Path:
+    """Return the folder beside the data that Megatron uses too."""
+    return prefix.parent / "cache" / "GPTDataset_indices"
+
+
+def store(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a file that appears at ``path`` whole or not at all; raises OSError.
+
+    Every caller writes a file of its own, so that no lock is needed: of several builders the last one wins, and a
+    reader that has the replaced file open keeps it.
+    """
+    make_directories(path.parent)
+    # The pid alone is not unique on a file system that several hosts share.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+    """Return the array at ``path`` mapped read-only, or None when it is not there or not what was expected.
+
+    A damaged file is named in a WARNING. Nothing is unpickled: an array of objects counts as damaged.
+    """
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+        problem = None
+        if array.shape != shape or array.dtype != dtype:
+            problem = f"it holds {array.dtype.name} {array.shape}, expected {dtype.name} {shape}"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem is None:
+        return array
+    logger.warning("index cache %s is damaged and is built again: %s", path, problem)
+    return None
