@@ -1,0 +1,91 @@
+"""Turn text into the token files that training reads: <prefix>.bin, <prefix>.idx and <prefix>.meta.json.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --workers 8
+
+A .jsonl or .json file has one JSON object a line; any other file is one document of plain text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# A script's folder is on the path, the package beside it is not unless megalite is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.data.preprocess import PreprocessCounts, PreprocessOptions, preprocess
+from megalite.data.tokenizers import TOKENIZER_TYPES
+from megalite.utils.errors import MegaliteError
+
+_LINE_SECONDS = 10.0
+
+
+def _parse(arguments: Sequence[str] | None) -> PreprocessOptions:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", type=Path, required=True, metavar="FILE", help="read in this order")
+    parser.add_argument("--output-prefix", type=Path, required=True, help="path of the output without suffix")
+    parser.add_argument("--tokenizer-type", default="ByteTokenizer", choices=TOKENIZER_TYPES)
+    parser.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer, its end id not counted")
+    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
+    parser.add_argument("--jsonl", action="store_true", help="read every input as JSON lines, whatever its suffix")
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end each document with the tokenizer's end-of-document id",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes that encode (default: 1)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--skip-bad-lines", action="store_true", help="count unusable JSON lines instead of failing")
+    options = vars(parser.parse_args(arguments))
+    return PreprocessOptions(inputs=tuple(options.pop("input")), **options)
+
+
+def _progress_printer(started: float) -> Callable[[PreprocessCounts], None]:
+    terminal = sys.stderr.isatty()
+    last = started
+
+    def show(counts: PreprocessCounts) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not terminal and now - last < _LINE_SECONDS:
+            return
+        last = now
+        share = counts.bytes_read / max(1, counts.input_size)
+        rate = counts.bytes_read / 1e6 / (now - started)
+        bar = f"[{'#' * int(30 * share):<30}] " if terminal else ""
+        text = f"{bar}{share:4.0%} {counts.documents} documents, {counts.tokens} tokens, {rate:.1f} MB/s"
+        print(f"\r{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    return show
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = _parse(arguments)
+    # A scheduler's signal must remove the half output as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        counts = preprocess(options, _progress_printer(started))
+    except MegaliteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    seconds = time.monotonic() - started
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    skipped = f"skipped {counts.empty_documents} empty documents and {counts.bad_lines} bad lines"
+    print(f"{options.output_prefix}: {counts.documents} documents, {counts.tokens} tokens; {skipped}")
+    print(f"read {counts.bytes_read} bytes in {seconds:.2f} s, {counts.bytes_read / 1e6 / seconds:.1f} MB/s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
