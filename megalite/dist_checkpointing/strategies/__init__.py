@@ -1,0 +1,1 @@
+"""Ways of planning, framing and moving the bytes of a checkpoint."""

@@ -1,0 +1,82 @@
+"""The completeness marker ``metadata.json``: a folder without a valid one is not a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megalite.utils.errors import CheckpointError
+
+MARKER_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+INDEX_FILE = ".metadata"
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """Content of the marker: which layout, in which version, lies in the folder."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+    def marker_bytes(self) -> bytes:
+        """Return the exact bytes of the marker: Megatron's separators and order, no newline at the end."""
+        return json.dumps(asdict(self)).encode("ascii")
+
+
+TORCH_DIST = CheckpointingConfig("torch_dist")
+
+
+def read_marker(folder: Path) -> CheckpointingConfig:
+    """Return the marker of ``folder``; CheckpointError when the folder, the marker or its content is not valid."""
+    path = Path(folder) / MARKER_FILE
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        found = "holds no metadata.json, so its save did not finish" if path.parent.is_dir() else "does not exist"
+        raise CheckpointError(f"{path.parent} {found}; choose another step or save again") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}; check the file and its permissions") from error
+    try:
+        values = json.loads(text)
+        config = CheckpointingConfig(**values)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a valid marker: {error}; the checkpoint is damaged, use another"
+        ) from error
+    declared = {
+        "sharded_backend": str,
+        "sharded_backend_version": int,
+        "common_backend": str,
+        "common_backend_version": int,
+    }
+    for name, kind in declared.items():
+        if type(getattr(config, name)) is not kind:
+            raise CheckpointError(
+                f"{path}: {name} is {getattr(config, name)!r}, expected {kind.__name__}; the checkpoint is damaged, "
+                "use another"
+            )
+    return config
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether ``folder`` holds a valid marker."""
+    try:
+        read_marker(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def require_torch_dist(folder: Path) -> None:
+    """Raise CheckpointError unless ``folder`` is a complete checkpoint of the layout read here."""
+    found = read_marker(folder)
+    if found != TORCH_DIST:
+        raise CheckpointError(
+            f"{folder} has layout {found.sharded_backend} version {found.sharded_backend_version} with "
+            f"{found.common_backend} version {found.common_backend_version}, this reader knows torch_dist 1 with "
+            "torch 1; convert it first"
+        )

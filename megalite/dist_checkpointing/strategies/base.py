@@ -1,0 +1,199 @@
+"""The four interfaces on the path from a tensor to a byte on disk, and the plans they share.
+
+    leaves --plan--> SavePlan --staging--> host tensors --framing--> pieces of bytes --sink--> file
+    leaves --plan--> LoadPlan --source--> bytes of an item --framing--> host tensor --copy--> leaf
+
+Each knows nothing of its neighbours: another staging makes a save asynchronous, another sink changes the I/O, another
+framing the item format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megalite.dist_checkpointing.mapping import Shape, ShardedTensor
+
+Piece = bytes | memoryview
+
+
+class ItemFraming(Protocol):
+    """One tensor or object as bytes, and back. Lengths are known before anything is serialized."""
+
+    def tensor_length(self, dtype: torch.dtype, shape: Shape) -> int:
+        """Return the bytes that a tensor of this type and shape takes."""
+        ...
+
+    def frame_tensor(self, tensor: torch.Tensor) -> list[Piece]:
+        """Return the bytes of a contiguous host tensor; its elements are a view, not a copy."""
+        ...
+
+    def frame_object(self, value: Any) -> bytes:
+        """Return the bytes of an object."""
+        ...
+
+    def parse_tensor(self, data: bytes, dtype: torch.dtype, shape: Shape, where: str) -> torch.Tensor:
+        """Return the tensor; CheckpointError naming ``where`` when the bytes are not such a tensor."""
+        ...
+
+    def parse_object(self, data: bytes, where: str) -> Any:
+        """Return the object; CheckpointError naming ``where`` when the bytes are damaged or hostile."""
+        ...
+
+
+class ByteSink(Protocol):
+    """A file being written. Its fault points are "open", "write", "fsync" and "close"."""
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Append ``pieces``."""
+        ...
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        ...
+
+    def abort(self) -> None:
+        """Close without flushing, after a failure."""
+        ...
+
+
+class ByteSource(Protocol):
+    """The files of a checkpoint folder, read by range."""
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        """Return exactly these bytes; CheckpointError when the file is missing, cut short or outside the folder."""
+        ...
+
+    def close(self) -> None:
+        """Release open files."""
+        ...
+
+
+class Staging(Protocol):
+    """Where the elements are while they are written."""
+
+    def stage(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield each tensor as a contiguous host tensor, in order.
+
+        A staging for a save that outlives the call must copy host tensors too: ``.cpu()`` would alias them.
+        """
+        ...
+
+
+class SynchronousStaging:
+    """Brings one tensor at a time to the host; host tensors are not copied, since training waits for the save."""
+
+    def stage(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for tensor in tensors:
+            yield tensor.detach().cpu().contiguous()
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes into its file, as arrays: objects first, then tensor chunks, without gaps.
+
+    ``offsets`` and ``sizes`` have one row per chunk; rows of tensors with fewer axes are filled with offset 0, size 1.
+    """
+
+    file: str
+    keys: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    key_of_chunk: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    objects: tuple[str, ...]
+    starts: np.ndarray
+    """First byte of each item, objects then chunks."""
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class GlobalSavePlan:
+    """The plans of all ranks as one: the same arrays, and which file each chunk is in."""
+
+    keys: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    key_of_chunk: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    files: tuple[str, ...]
+    file_of_chunk: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    objects: tuple[tuple[str, str, int, int], ...]
+    """(unique key, file, first byte, length)"""
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """Where the bytes of one item lie."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A block of a stored tensor."""
+
+    offset: Shape
+    sizes: Shape
+    item: StoredItem
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A global tensor on disk."""
+
+    shape: Shape
+    dtype: torch.dtype
+    chunks: list[StoredChunk]
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """All that ``.metadata`` says: tensors by key, objects by unique key."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredItem]
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys on disk, sorted."""
+        return sorted([*self.tensors, *self.objects])
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A rectangle that goes from a stored chunk into a requested block."""
+
+    leaf: ShardedTensor
+    source: Shape
+    target: Shape
+    sizes: Shape
+
+
+@dataclass
+class ChunkRead:
+    """One stored chunk and everything that is copied out of it."""
+
+    key: str
+    dtype: torch.dtype
+    chunk: StoredChunk
+    copies: list[Copy] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What one rank reads, in file order, each item once; ``zeroed`` are leaves with elements the file lacks."""
+
+    chunks: list[ChunkRead]
+    objects: list[tuple[str, StoredItem]]
+    zeroed: list[ShardedTensor]

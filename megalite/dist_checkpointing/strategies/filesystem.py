@@ -1,0 +1,86 @@
+"""Bytes to and from files of a checkpoint folder with plain system calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from megalite.dist_checkpointing.strategies.base import Piece
+from megalite.utils.errors import CheckpointError
+from megalite.utils.files import FaultHook, no_fault
+
+
+class FileSink:
+    """A new file, durable once closed."""
+
+    def __init__(self, path: Path, hook: FaultHook = no_fault) -> None:
+        self._path, self._hook = path, hook
+        hook("open", path)
+        # Unbuffered: pieces are large, a buffer would only copy them.
+        self._file = open(path, "wb", buffering=0)
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        self._hook("write", self._path)
+        for piece in pieces:
+            rest = memoryview(piece)
+            # One write call moves at most 2 GiB, and less on a full device.
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        try:
+            self._hook("fsync", self._path)
+            os.fsync(self._file.fileno())
+            self._hook("close", self._path)
+        finally:
+            self._file.close()
+
+    def abort(self) -> None:
+        self._file.close()
+
+
+class FileSource:
+    """Files of one folder, the last used one kept open; nothing outside the folder is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(folder)
+        self._name: str | None = None
+        self._file: BinaryIO | None = None
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        path = self._folder / file
+        try:
+            if self._name != file or self._file is None:
+                self._open(file)
+            self._file.seek(offset)
+            # Never trust a length before it is compared with the file: it decides how much memory is taken.
+            present = os.fstat(self._file.fileno()).st_size
+            data = self._file.read(length) if offset + length <= present else b""
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another") from error
+        if len(data) != length:
+            raise CheckpointError(
+                f"{path} is cut short: it has {present} bytes, the index needs {offset + length}; use another "
+                "checkpoint"
+            )
+        return data
+
+    def _open(self, file: str) -> None:
+        self.close()
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{self._folder}: the index names {file!r}, not a file of the folder; do not use it")
+        path = self._folder / file
+        root = os.path.realpath(self._folder)
+        if os.path.dirname(os.path.realpath(path)) != root:
+            raise CheckpointError(f"{path} is a link out of the checkpoint folder; do not use this checkpoint")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise CheckpointError(f"{path} is not a regular file; do not use this checkpoint")
+        self._file = open(path, "rb")
+        self._name = file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._name = None

@@ -1,0 +1,180 @@
+"""The item format of ``torch_dist``: every item is a ``torch.save`` archive of its own.
+
+The archive of a tensor is laid out here instead of by ``torch.save``: its length then follows from dtype and shape,
+so that a plan is complete before anything is written, and the elements go to disk straight from the tensor's memory.
+Records, order and 64-byte alignment are those of torch; the pickle comes from the tensor's own reduction.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from typing import Any
+
+import torch
+
+from megalite.dist_checkpointing.mapping import Shape
+from megalite.dist_checkpointing.safe import archive_sizes, load_archive, load_checked_archive
+from megalite.dist_checkpointing.strategies.base import Piece
+from megalite.utils.errors import CheckpointError
+
+_ALIGNMENT = 64
+_FIELD_LIMIT = 0xFFFFFFFF
+_UTF8_NAMES = 0x0800
+
+
+class TorchSaveFraming:
+    """Items as ``torch.load`` and Megatron read them; objects are wrapped in a list of one.
+
+    ``zip64_from`` is the record size from which the 64-bit zip fields are used.
+    """
+
+    def __init__(self, zip64_from: int = _FIELD_LIMIT) -> None:
+        self._zip64_from = zip64_from
+
+    def tensor_length(self, dtype: torch.dtype, shape: Shape) -> int:
+        head, tail = self._around(dtype, shape, 0)
+        return len(head) + math.prod(shape) * dtype.itemsize + len(tail)
+
+    def frame_tensor(self, tensor: torch.Tensor) -> list[Piece]:
+        # A flat byte view: also types that numpy does not know (bfloat16, float8) have one.
+        elements = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        head, tail = self._around(tensor.dtype, tuple(tensor.shape), zlib.crc32(elements))
+        return [head, elements, tail]
+
+    def frame_object(self, value: Any) -> bytes:
+        buffer = io.BytesIO()
+        torch.save([value], buffer)
+        return buffer.getvalue()
+
+    def parse_tensor(self, data: bytes, dtype: torch.dtype, shape: Shape, where: str) -> torch.Tensor:
+        sizes = archive_sizes(data, where)
+        storage = sum(size for name, size in sizes.items() if "/data/" in name)
+        expected = math.prod(shape) * dtype.itemsize
+        # Checked before torch builds the tensor: old versions trusted the pickle about the size of the storage.
+        if storage < expected:
+            raise CheckpointError(
+                f"{where} holds {storage} bytes of elements, {dtype} {shape} needs {expected}; use another checkpoint"
+            )
+        tensor = load_checked_archive(data, where)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            found = (
+                f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            )
+            raise CheckpointError(f"{where} holds {found}, the index says {dtype} {shape}; use another checkpoint")
+        return tensor
+
+    def parse_object(self, data: bytes, where: str) -> Any:
+        value = load_archive(data, where)
+        if not isinstance(value, list) or len(value) != 1:
+            raise CheckpointError(f"{where} holds no list of one object; use another checkpoint")
+        return value[0]
+
+    def _around(self, dtype: torch.dtype, shape: Shape, checksum: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and after the elements."""
+        archive = _Archive(self._zip64_from)
+        archive.add("data.pkl", _tensor_pickle(dtype, shape))
+        archive.add(".format_version", b"1")
+        archive.add(".storage_alignment", str(_ALIGNMENT).encode())
+        archive.add("byteorder", b"little")
+        head_length = archive.add_outside("data/0", math.prod(shape) * dtype.itemsize, checksum)
+        archive.add("version", b"3\n")
+        archive.finish()
+        written = archive.buffer.getvalue()
+        return written[:head_length], written[head_length:]
+
+
+def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
+    """Return the ``data.pkl`` of a contiguous CPU tensor of this type and shape."""
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+    stand_in = _Reduced(rebuild, (arguments[0], 0, tuple(shape), strides, *arguments[4:]))
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, math.prod(shape), dtype.itemsize).dump(stand_in)
+    return buffer.getvalue()
+
+
+class _Reduced:
+    """Pickles as the call of ``function`` with ``arguments``."""
+
+    def __init__(self, function: Any, arguments: tuple) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple:
+        return self._call
+
+
+class _TensorPickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, numel: int, itemsize: int) -> None:
+        super().__init__(buffer, protocol=2)
+        self._numel, self._itemsize = numel, itemsize
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            return ("storage", getattr(torch, obj._pickle_storage_type()), "0", "cpu", self._numel)
+        if isinstance(obj, torch.UntypedStorage):
+            return ("storage", torch.UntypedStorage, "0", "cpu", self._numel * self._itemsize)
+        return None
+
+
+class _Archive:
+    """A zip of uncompressed records, aligned as torch does it, one of which may lie outside the buffer."""
+
+    def __init__(self, zip64_from: int) -> None:
+        self.buffer = io.BytesIO()
+        self._zip64_from = zip64_from
+        self._outside = 0
+        self._directory: list[tuple[bytes, int, int, int]] = []
+
+    def add(self, name: str, content: bytes) -> None:
+        self._local_header(name, len(content), zlib.crc32(content))
+        self.buffer.write(content)
+
+    def add_outside(self, name: str, size: int, checksum: int) -> int:
+        """Announce a record whose bytes the caller puts in; returns where in the buffer they belong."""
+        self._local_header(name, size, checksum)
+        self._outside = size
+        return self.buffer.tell()
+
+    def _position(self) -> int:
+        return self.buffer.tell() + self._outside
+
+    def _local_header(self, name: str, size: int, checksum: int) -> None:
+        path = b"archive/" + name.encode()
+        position = self._position()
+        large = size >= self._zip64_from
+        extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
+        start = position + 30 + len(path) + len(extra) + 4
+        padding = -start % _ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        shown = _FIELD_LIMIT if large else size
+        version = 45 if large else 0
+        fields = (b"PK\x03\x04", version, _UTF8_NAMES, 0, 0, 0, checksum, shown, shown, len(path), len(extra))
+        self.buffer.write(struct.pack("<4sHHHHHIIIHH", *fields) + path + extra)
+        self._directory.append((path, position, size, checksum))
+
+    def finish(self) -> None:
+        start = self._position()
+        large_archive = start >= self._zip64_from
+        for path, position, size, checksum in self._directory:
+            large = size >= self._zip64_from
+            far = position >= self._zip64_from
+            values = [size, size] * large + [position] * far
+            extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+            shown = _FIELD_LIMIT if large else size
+            where = _FIELD_LIMIT if far else position
+            version = 45 if values else 0
+            fields = (b"PK\x01\x02", 0, version, _UTF8_NAMES, 0, 0, 0, checksum, shown, shown)
+            fields += (len(path), len(extra), 0, 0, 0, 0, where)
+            self.buffer.write(struct.pack("<4sHHHHHHIIIHHHHHII", *fields) + path + extra)
+        count, length = len(self._directory), self._position() - start
+        if large_archive:
+            end = self._position()
+            fields = (b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, start)
+            self.buffer.write(struct.pack("<4sQHHIIQQQQ", *fields))
+            self.buffer.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
+        shown_start = _FIELD_LIMIT if large_archive else start
+        self.buffer.write(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, length, shown_start, 0))
