@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config.help import USAGE, help_text
-from megalite.config.loader import COMMAND_LINE, dump_config, load_config
+from megalite.config.loader import COMMAND_LINE, dump_config, load_config, split_override
 from megalite.config.schema import Config
 from megalite.utils.errors import ConfigError
 
@@ -35,6 +35,9 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     arguments = [argument for argument in arguments if argument != "--print-config"]
     overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
     paths = [argument for argument in arguments if not _OVERRIDE.match(argument)]
+    for override in overrides:
+        # Before the paths: in '--training.seed 5' the 5 would be taken for a second file.
+        split_override(override)
     _check_paths(paths, overrides)
     config = load_config(Path(paths[0]) if paths else None, overrides)
     return CommandLine(text=dump_config(config)) if print_config else CommandLine(config=config)

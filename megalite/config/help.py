@@ -94,4 +94,5 @@ def _plain_text(text: str) -> str:
 
 def _indented(text: str, columns: int) -> list[str]:
     margin = " " * columns
-    return textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin, break_long_words=False)
+    wrapper = textwrap.TextWrapper(_WIDTH, margin, margin, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)

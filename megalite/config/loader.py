@@ -91,10 +91,16 @@ def _checked_entries(section: str, entry: Setting) -> dict[str, Setting]:
     return dict(value)
 
 
-def _parse_override(text: str) -> tuple[str, str, Setting]:
+def split_override(text: str) -> tuple[str, str]:
+    """Return the name and the value in ``--section.key=value``. Raises ConfigError if there is no value."""
     name, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         raise ConfigError(f"{COMMAND_LINE}: {text!r} has no value; write --section.key=value")
+    return name, value
+
+
+def _parse_override(text: str) -> tuple[str, str, Setting]:
+    name, value = split_override(text)
     section, dot, key = name.partition(".")
     check_section_name(section, COMMAND_LINE)
     if not dot:
@@ -104,19 +110,20 @@ def _parse_override(text: str) -> tuple[str, str, Setting]:
 
 
 def _build(settings: _Settings, source: str) -> Config:
+    values = {section: _converted(section, given) for section, given in settings.items()}
+    # After the conversion: a wrong line in the file is easier to understand than a missing one.
     _check_required(settings, source)
     try:
-        config = Config(**{section: _build_section(section, settings[section]) for section in section_classes()})
+        config = Config(**{section: cls(**values[section]) for section, cls in section_classes().items()})
         check_config(config)
     except SettingError as error:
         raise ConfigError(f"{_places(error.keys, settings, source)}: {error.message}") from error
     return config
 
 
-def _build_section(section: str, given: dict[str, Setting]) -> Any:
+def _converted(section: str, given: dict[str, Setting]) -> dict[str, Any]:
     types = field_types(section)
-    values = {key: convert(setting, types[key], f"{section}.{key}") for key, setting in given.items()}
-    return section_classes()[section](**values)
+    return {key: convert(setting, types[key], f"{section}.{key}") for key, setting in given.items()}
 
 
 def _check_required(settings: _Settings, source: str) -> None:

@@ -34,7 +34,7 @@ class ModelConfig:
     """Rows of the learned position table, at least seq_length; left out, seq_length."""
 
     vocab_size: int | None = None
-    """Token ids in use, before padding; left out, the tokenizer says."""
+    """Token ids in use, that of end-of-document included, before padding; left out, the tokenizer says."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this number times the tensor-parallel size."""

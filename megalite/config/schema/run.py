@@ -109,7 +109,7 @@ class ResilienceConfig:
     """What the run does about its own faults."""
 
     check_for_nan_in_loss_and_grad: bool = True
-    """Stop the run when the loss or the gradient norm is not finite."""
+    """Stop the run when the loss or the gradient norm is not finite; off, such an update is skipped."""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -137,6 +137,12 @@ class OptimizerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay goes from start_weight_decay to end_weight_decay."""
 
+    override_opt_param_scheduler: bool = False
+    """If the schedule in a checkpoint differs from this one, go on with this one."""
+
+    use_checkpoint_opt_param_scheduler: bool = False
+    """If the schedule in a checkpoint differs from this one, go on with the checkpoint's."""
+
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -155,6 +161,12 @@ class OptimizerConfig:
             require_at_least(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
             require_at_least(f"optimizer.{name}", getattr(self, name), 1)
+        require_at_most_one(
+            "optimizer",
+            ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+            (self.override_opt_param_scheduler, self.use_checkpoint_opt_param_scheduler),
+            "they take opposite sides",
+        )
         for name in ("lr_warmup_fraction", "adam_beta1", "adam_beta2"):
             require_probability(f"optimizer.{name}", getattr(self, name))
         require_above("optimizer.adam_eps", self.adam_eps, 0)
