@@ -67,6 +67,8 @@ ACCEPTED = [
     ["optimizer.lr_warmup_fraction=0", "optimizer.lr_decay_style=inverse-square-root", "optimizer.weight_decay=0"],
     ["optimizer.start_weight_decay=0", "optimizer.end_weight_decay=1", "optimizer.weight_decay_incr_style=linear"],
     ["optimizer.adam_beta1=0", "optimizer.adam_beta2=0.95", "optimizer.adam_eps=1e-5"],
+    ["optimizer.override_opt_param_scheduler=on", "optimizer.use_checkpoint_opt_param_scheduler=off"],
+    ["optimizer.use_checkpoint_opt_param_scheduler=on"],
     ["logging.log_interval=1", "profiling.profile_step_start=0", "profiling.profile_step_end=1"],
 ]
 
@@ -122,6 +124,7 @@ ACCEPTED = [
         ["optimizer.start_weight_decay=0.1"],
         ["optimizer.start_weight_decay=0.1", "optimizer.end_weight_decay=0.2"],
         ["optimizer.weight_decay_incr_style=linear"],
+        ["optimizer.override_opt_param_scheduler=on", "optimizer.use_checkpoint_opt_param_scheduler=on"],
         *([f"optimizer.adam_{key}"] for key in ("beta1=1", "beta2=-0.1", "eps=0")),
         ["data.mock_data=no"],
         ["data.data_path=a"],
