@@ -1,0 +1,1 @@
+"""Layer 1: measurements and where they are written."""

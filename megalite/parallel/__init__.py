@@ -1,0 +1,1 @@
+"""Layer 2: the rank grid and everything that communicates during a training step."""

@@ -59,7 +59,7 @@ class Group:
         return values
 
     def gather_object(self, value: Any, target: int = 0) -> list[Any] | None:
-        """Return every rank's ``value`` on the group's rank ``target`` and None elsewhere. Collective over the group."""
+        """Return every ``value`` on the group's rank ``target``, None elsewhere. Collective over the group."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == target else None

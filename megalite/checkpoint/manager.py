@@ -1,0 +1,145 @@
+"""The one owner of checkpoint folders: nobody else creates, publishes or removes one.
+
+A step becomes a checkpoint in this order, each line durable before the next begins:
+
+    folder cleared of debris -> data, common.pt -> .metadata -> readable copies -> metadata.json -> tracker
+
+``metadata.json`` makes the folder complete; the rename of the tracker publishes it and is the commit point. Whatever
+happens before it leaves the previous step as the newest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.load import LoadDecision, resolve_load
+from megalite.checkpoint.paths import TRACKER, iteration_folder, read_tracker
+from megalite.checkpoint.save import state_to_save
+from megalite.checkpoint.state import TrainState, content_metadata
+from megalite.config.schema import CheckpointConfig
+from megalite.dist_checkpointing.core import MARKER_FILE, is_complete
+from megalite.dist_checkpointing.serialization import save, write_marker
+from megalite.utils.dist import Group, failing_together
+from megalite.utils.errors import PeerError, SaveError
+from megalite.utils.files import (
+    FaultHook,
+    fsync_directory,
+    make_directories,
+    no_fault,
+    replace_atomically,
+    write_durably,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How long one save took."""
+
+    iteration: int
+    save_seconds: float
+    stall_seconds: float
+    """Time that training stood still; for a synchronous save all of it."""
+
+
+class CheckpointManager:
+    """Saves and publishes steps in ``checkpoint.save``, and decides where a start comes from."""
+
+    def __init__(self, config: CheckpointConfig, world: Group, hook: FaultHook = no_fault) -> None:
+        self.config = config
+        self.world = world
+        self.hook = hook
+        self.published: int | None = None
+        """The step that the tracker of ``save`` is known to name."""
+
+    @property
+    def can_save(self) -> bool:
+        return self.config.save is not None
+
+    def resolve_start(self) -> LoadDecision | None:
+        """Decide where this start comes from; one rank looks, all get the answer. Collective over all ranks."""
+        decision = None
+        with failing_together(self.world, "looking for a checkpoint"):
+            if self.world.is_first:
+                decision = resolve_load(self.config)
+                if self.can_save:
+                    # Now and not at the first save: a folder that cannot be made should not cost hours of training.
+                    make_directories(self.config.save)
+                    self.published = read_tracker(self.config.save)
+        decision, self.published = self.world.broadcast_object((decision, self.published))
+        if decision is not None:
+            for note in decision.notes:
+                logger.info(note)
+        return decision
+
+    def is_published(self, iteration: int) -> bool:
+        """Return whether the tracker names ``iteration``, so that saving it again would only endanger it."""
+        return self.published == iteration
+
+    def save(self, state: TrainState, readable: Mapping[Path, bytes]) -> SaveReport:
+        """Write and publish the present iteration. Collective over all ranks.
+
+        Raises ``SaveError`` on all ranks if it fails on any; published steps are untouched then.
+        """
+        assert self.config.save is not None, "save() needs checkpoint.save"
+        started = time.perf_counter()
+        iteration = state.progress.iteration
+        folder = iteration_folder(self.config.save, iteration)
+        try:
+            self._prepare(folder)
+            save(
+                state_to_save(state),
+                folder,
+                group=self.world,
+                content_metadata=content_metadata(not self.config.no_save_optim),
+                hook=self.hook,
+            )
+            self._publish(folder, iteration, readable)
+        except (OSError, PeerError, SaveError) as error:
+            raise SaveError(
+                f"iteration {iteration} could not be saved to {folder}: {error}. Published iterations are untouched; "
+                "free the cause and start the same command again."
+            ) from error
+        self.published = iteration
+        seconds = time.perf_counter() - started
+        return SaveReport(iteration, seconds, seconds)
+
+    def _prepare(self, folder: Path) -> None:
+        """Clear what an earlier attempt left and make the folder. Collective over all ranks."""
+        with failing_together(self.world, f"preparing {folder}"):
+            if self.world.is_first:
+                if folder.exists():
+                    self._remove(folder)
+                self.hook("mkdir", folder)
+                make_directories(folder)
+        with failing_together(self.world, f"opening {folder}"):
+            # On a shared filesystem the new entry may reach other nodes late; making it again asks the server.
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove an unpublished step, the marker first, so that no instant shows a complete folder with holes."""
+        logger.info("removing the unpublished %s before it is written again", folder)
+        if is_complete(folder):
+            self.hook("unlink", folder / MARKER_FILE)
+            (folder / MARKER_FILE).unlink()
+            fsync_directory(folder)
+        self.hook("rmtree", folder)
+        shutil.rmtree(folder)
+        fsync_directory(folder.parent)
+
+    def _publish(self, folder: Path, iteration: int, readable: Mapping[Path, bytes]) -> None:
+        with failing_together(self.world, f"publishing {folder}"):
+            if self.world.is_first:
+                for path, data in readable.items():
+                    make_directories((folder / path).parent)
+                    write_durably(folder / path, data, self.hook)
+                    fsync_directory((folder / path).parent)
+                write_marker(folder, self.hook)
+                # Last of all: a crash before this line leaves the previous step as the newest one.
+                replace_atomically(self.config.save / TRACKER, str(iteration).encode(), self.hook)

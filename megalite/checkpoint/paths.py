@@ -1,0 +1,53 @@
+"""Names in a save folder, and the two facts about a step: is it complete, and does the tracker name it.
+
+runs/debug/
+    latest_checkpointed_iteration.txt     the published step; its rename is the commit point
+    metrics.jsonl
+    iter_0000100/                         one step, see dist_checkpointing
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megalite.dist_checkpointing.core import is_complete
+from megalite.utils.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Return the folder of a step: ``iter_`` and at least seven digits."""
+    return root / f"iter_{iteration:07d}"
+
+
+def read_tracker(root: Path) -> int | None:
+    """Return the iteration that the tracker names, or None if there is no tracker.
+
+    Raises ``CheckpointError`` if it holds anything else, as an unreadable tracker must not look like a first start.
+    """
+    path = root / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdecimal():
+        raise CheckpointError(
+            f"{path} holds {text[:40]!r}, which is not an iteration; write the number of a complete iter_ folder into "
+            "it, or remove the file and all iter_ folders to start over"
+        )
+    return int(text)
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """Return the steps in ``root`` that have a valid completeness marker, ascending."""
+    if not root.is_dir():
+        return []
+    found = []
+    for entry in root.iterdir():
+        match = _ITERATION.fullmatch(entry.name)
+        if match and is_complete(entry):
+            found.append(int(match[1]))
+    return sorted(found)

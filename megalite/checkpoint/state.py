@@ -1,0 +1,218 @@
+"""Everything that a checkpoint restores, and its forms: the sharded tensors, the common part, the random states."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalite import __version__
+from megalite.config.derive import Derived
+from megalite.config.loader import config_to_dict
+from megalite.config.schema import Config
+from megalite.dist_checkpointing.mapping import ShardedObject
+from megalite.model.gpt import GPTModel
+from megalite.optimizer.optimizer import SHARDING_TYPE, MixedPrecisionOptimizer
+from megalite.optimizer.param_scheduler import OptimizerParamScheduler
+from megalite.parallel.ddp import DistributedDataParallel
+from megalite.parallel.random import CudaRNGStatesTracker, seed_everything
+from megalite.parallel.state import ParallelState
+
+CHECKPOINT_VERSION = 3.0
+OPTIMIZER_PREFIX = "optimizer.state."
+RNG_KEY = "rng_state"
+
+
+@dataclass
+class TrainProgress:
+    """How far the run is. The only mutable numbers that decide what comes next."""
+
+    iteration: int = 0
+    """Iterations done, including skipped updates."""
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    skipped_iterations: int = 0
+    """Iterations whose update was left out because the gradient was not finite."""
+    num_floating_point_operations_so_far: float = 0.0
+
+
+@dataclass
+class TrainState:
+    """The live objects that a checkpoint is made of and restored into."""
+
+    config: Config
+    derived: Derived
+    parallel: ParallelState
+    model: GPTModel
+    ddp: DistributedDataParallel
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    tracker: CudaRNGStatesTracker
+    progress: TrainProgress
+    vocab_size: int
+    index_sizes: dict[str, list[int]] = field(default_factory=dict)
+    """For each split the numbers of samples for which its order was defined."""
+    run_id: str = ""
+
+
+def model_state(state: TrainState) -> dict[str, Any]:
+    """Return parameter name -> sharded tensor, and the extra states Megatron expects."""
+    return state.model.sharded_state_dict()
+
+
+def optimizer_state(state: TrainState) -> dict[str, Any]:
+    """Return masters and moments as blocks of global tensors that share memory with the optimizer."""
+    return state.optimizer.sharded_state_dict(model_state(state))
+
+
+def content_metadata(has_optimizer: bool) -> dict[str, Any]:
+    """Return Megatron's description of how the optimizer is stored; it reads this instead of its own flags."""
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if has_optimizer:
+        content |= {
+            "distrib_optim_sharding_type": SHARDING_TYPE,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+    return content
+
+
+def common_state(state: TrainState) -> dict[str, Any]:
+    """Return what is equal on all ranks, as plain values: Megatron's keys, and our own under ``megalite``."""
+    common: dict[str, Any] = {
+        "args": argparse.Namespace(**_megatron_arguments(state)),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": state.progress.iteration,
+        "num_floating_point_operations_so_far": state.progress.num_floating_point_operations_so_far,
+        "megalite": {
+            "version": __version__,
+            "config": config_to_dict(state.config),
+            "progress": asdict(state.progress),
+            "run_id": state.run_id,
+            "topology": list(state.parallel.topology),
+            "vocab_size": state.vocab_size,
+            "index_sizes": state.index_sizes,
+            "seed": state.config.training.seed,
+        },
+        # The scheduler does not depend on the optimizer's state and is kept without it.
+        "opt_param_scheduler": state.scheduler.state_dict(),
+    }
+    if not state.config.checkpoint.no_save_optim:
+        common["optimizer"] = state.optimizer.common_state_dict()
+    return common
+
+
+def _megatron_arguments(state: TrainState) -> dict[str, Any]:
+    """Return the arguments that Megatron compares or reads on load, and all of ours under their flag names."""
+    arguments: dict[str, Any] = {}
+    for section in config_to_dict(state.config).values():
+        arguments.update(section)
+    derived, parallel, progress = state.derived, state.parallel, state.progress
+    return arguments | {
+        "add_position_embedding": True,
+        "position_embedding_type": "learned_absolute",
+        "vocab_file": None,
+        "ffn_hidden_size": derived.ffn_hidden_size,
+        "kv_channels": derived.kv_channels,
+        "max_position_embeddings": derived.max_position_embeddings,
+        "padded_vocab_size": derived.padded_vocab_size(state.vocab_size),
+        "global_batch_size": derived.global_batch_size,
+        "swiglu": False,
+        "normalization": "LayerNorm",
+        "group_query_attention": False,
+        "untie_embeddings_and_output_weights": False,
+        "phase_transition_iterations": None,
+        "tensor_model_parallel_size": parallel.tp.size,
+        "pipeline_model_parallel_size": parallel.pp.size,
+        "virtual_pipeline_model_parallel_size": None,
+        "data_parallel_size": parallel.dp.size,
+        "world_size": parallel.world.size,
+        "consumed_train_samples": progress.consumed_train_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "skipped_train_samples": progress.skipped_train_samples,
+        "iteration": progress.iteration,
+        "fp16": False,
+        "params_dtype": str(state.ddp.buffers[0].values.dtype).removeprefix("torch."),
+        "async_save": False,
+        "async_strategy": "mcore",
+        "ckpt_fully_parallel_save": False,
+    }
+
+
+# Random states
+
+
+def _own_random_states(tracker: CudaRNGStatesTracker) -> dict[str, Any]:
+    is_cuda = tracker.device.type == "cuda"
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        # Without CUDA its default generator is the CPU's, which is what the tracker forks.
+        "cuda_rng_state": torch.cuda.get_rng_state(tracker.device) if is_cuda else torch.get_rng_state(),
+        "rng_tracker_states": tracker.get_states(),
+    }
+
+
+def random_states(state: TrainState) -> ShardedObject:
+    """Return the five-tuple of this (pp, tp) cell as a list: of one, or one per DP rank if their streams differ.
+
+    Collective over dp with ``data_parallel_random_init``.
+    """
+    own = _own_random_states(state.tracker)
+    differs = state.config.rng.data_parallel_random_init and state.parallel.dp.size > 1
+    states = state.parallel.dp.all_gather_object(own) if differs else [own]
+    return random_states_request(state.parallel, states)
+
+
+def random_states_request(parallel: ParallelState, states: Sequence[Any] | None = None) -> ShardedObject:
+    """Return the cell of this rank in the grid of random states, for saving ``states`` or for loading."""
+    return ShardedObject(
+        RNG_KEY,
+        None if states is None else list(states),
+        (parallel.pp.size, parallel.tp.size),
+        (parallel.pp.rank, parallel.tp.rank),
+        replica_id=parallel.dp_cp.rank,
+    )
+
+
+def restore_random_states(tracker: CudaRNGStatesTracker, states: dict[str, Any]) -> None:
+    """Put all five states back."""
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    if tracker.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda_rng_state"], tracker.device)
+    tracker.set_states(states["rng_tracker_states"])
+
+
+def derive_random_states(
+    config: Config, parallel: ParallelState, iteration: int, tracker: CudaRNGStatesTracker
+) -> None:
+    """Seed all generators from (seed, iteration, this rank's coordinates), where saved states do not fit.
+
+    Never the start-of-run seeds: those would repeat the masks of the first iterations.
+    """
+    seed = 1 + zlib.crc32(f"{config.training.seed}:{iteration}".encode()) % (2**30)
+    fresh = seed_everything(seed, parallel, tracker.device, config.rng.data_parallel_random_init)
+    tracker.set_states(fresh.get_states())
+
+
+def readable_copies(state: TrainState, config_text: str, tokenizer: dict[str, Any]) -> dict[Path, bytes]:
+    """Return the files beside the tensors that are there for people, by their path within the step's folder."""
+    progress = asdict(state.progress) | {
+        "topology": dict(zip(("tp", "pp", "dp"), state.parallel.topology, strict=True))
+    }
+    return {
+        Path("config.yaml"): config_text.encode(),
+        Path("progress.json"): (json.dumps(progress, indent=2) + "\n").encode(),
+        Path("tokenizer/tokenizer.json"): (json.dumps(tokenizer, indent=2) + "\n").encode(),
+    }

@@ -1,0 +1,38 @@
+"""A torch profiler trace of a few iterations, on chosen ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.schema import ProfilingConfig
+
+
+class Profiler:
+    """Records iterations [profile_step_start, profile_step_end) into ``profile_dir``, if switched on."""
+
+    def __init__(self, config: ProfilingConfig, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self._is_on = config.profile and rank in config.profile_ranks
+        self._trace: Any = None
+
+    def before_iteration(self, iteration: int) -> None:
+        """Start or end the recording; ``iteration`` is about to run."""
+        if not self._is_on:
+            return
+        if iteration >= self.config.profile_step_end:
+            self.close()
+        elif iteration >= self.config.profile_step_start and self._trace is None:
+            from torch.profiler import profile
+
+            self._trace = profile(record_shapes=True)
+            self._trace.__enter__()
+
+    def close(self) -> None:
+        """End a recording that is still open and write it."""
+        if self._trace is not None:
+            self._trace.__exit__(None, None, None)
+            self.config.profile_dir.mkdir(parents=True, exist_ok=True)
+            self._trace.export_chrome_trace(str(self.config.profile_dir / f"trace_rank{self.rank}.json"))
+            self._trace = None
+            self._is_on = False

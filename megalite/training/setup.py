@@ -1,0 +1,346 @@
+"""From a configuration to a run that can start: ranks, model, data, and what a checkpoint restores."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.load import LoadDecision, LoadMode, load_checkpoint, read_common
+from megalite.checkpoint.manager import CheckpointManager
+from megalite.checkpoint.state import TrainProgress, TrainState, readable_copies
+from megalite.config.derive import Derived, derive
+from megalite.config.loader import dump_config
+from megalite.config.schema import Config
+from megalite.data.build import Datasets, build_datasets
+from megalite.data.samplers import BatchLoader
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.metrics.flops import training_flops_per_sequence
+from megalite.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from megalite.model.gpt import GPTModel
+from megalite.model.module import Placement, TransformerConfig
+from megalite.optimizer.distrib_optimizer import DistributedOptimizer
+from megalite.optimizer.optimizer import MixedPrecisionOptimizer
+from megalite.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megalite.parallel.ddp import DistributedDataParallel
+from megalite.parallel.p2p import StageLink
+from megalite.parallel.random import CudaRNGStatesTracker, Dropout, seed_everything
+from megalite.parallel.state import ParallelState
+from megalite.resilience.signals import ExitSignal
+from megalite.training.context import TrainContext
+from megalite.training.exit import log_state_hash
+from megalite.training.profiling import Profiler
+from megalite.training.report import Reporter
+from megalite.utils.dist import failing_together, initialize_world
+from megalite.utils.errors import ConfigError
+from megalite.utils.files import FaultHook, no_fault
+from megalite.utils.logging import setup_logging
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def training_run(config: Config, hook: FaultHook = no_fault) -> Iterator[TrainContext]:
+    """Build the run that ``config`` describes, restored from its checkpoint, and take it down at the end.
+
+    Collective over all ranks that torchrun started. ``hook`` is called before each file operation of a save.
+    """
+    started = time.monotonic()
+    training = config.training
+    # First of all, so that a signal during set-up is not lost.
+    exit_signal = ExitSignal(training.exit_signal, training.exit_signal_handler)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    setup_logging(int(os.environ.get("RANK", "0")), config.logging.log_level)
+    derived = derive(config, world_size)
+    joins_world = not dist.is_initialized()
+    device = _device()
+    initialize_world(world_size, config.parallel.distributed_timeout_minutes)
+    ctx = None
+    try:
+        ctx = _build(config, derived, device, exit_signal, hook)
+        ctx.started = started
+        yield ctx
+    finally:
+        if ctx is not None:
+            ctx.profiler.close()
+            ctx.reporter.close()
+        exit_signal.restore()
+        if joins_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        # One thread per rank unless the user says otherwise: ranks share the cores, and threads of several ranks on
+        # one core make all of them slower.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _build(
+    config: Config, derived: Derived, device: torch.device, exit_signal: ExitSignal, hook: FaultHook
+) -> TrainContext:
+    sizes = config.parallel
+    parallel = ParallelState.create(
+        sizes.tensor_model_parallel_size,
+        sizes.pipeline_model_parallel_size,
+        sizes.context_parallel_size,
+        sizes.expert_model_parallel_size,
+        sizes.distributed_timeout_minutes,
+    )
+    checkpoints = CheckpointManager(config.checkpoint, parallel.world, hook)
+    decision = checkpoints.resolve_start()
+    common = {} if decision is None else read_common(decision, parallel.world)
+    tokenizer, vocab_size = _tokenizer(config)
+    state = build_state(config, derived, parallel, device, vocab_size)
+    with failing_together(parallel.world, "opening the data"):
+        datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common))
+    state.index_sizes = datasets.index_sizes
+    reporter = _reporter(config, derived, parallel)
+    ctx = TrainContext(
+        state=state,
+        device=device,
+        link=StageLink(parallel.pp, state.model.activation_shape(derived.micro_batch_size), _dtype(config), device),
+        train_batches=None,
+        valid_batches=None,
+        checkpoints=checkpoints,
+        readable_copies=_readable_copies(state, tokenizer),
+        exit_signal=exit_signal,
+        reporter=reporter,
+        profiler=Profiler(config.profiling, parallel.world.rank),
+        flops_per_iteration=_flops_per_iteration(config, derived, vocab_size),
+    )
+    _announce(ctx)
+    if decision is not None:
+        report = load_checkpoint(state, decision, common)
+        logger.info("%s", report)
+        log_state_hash(ctx, "loaded")
+    _attach_data(ctx, datasets)
+    return ctx
+
+
+def build_state(
+    config: Config, derived: Derived, parallel: ParallelState, device: torch.device, vocab_size: int
+) -> TrainState:
+    """Build model, buffers, optimizer and schedule with their start values. Collective over all ranks."""
+    training, sizes = config.training, config.parallel
+    tracker = seed_everything(training.seed, parallel, device, config.rng.data_parallel_random_init)
+    model = _model(config, derived, parallel, device, tracker, vocab_size)
+    model.initialize(training.seed + (10 * parallel.dp.rank if config.rng.data_parallel_random_init else 0))
+    ddp = DistributedDataParallel(
+        model,
+        parallel,
+        grad_dtype=torch.float32 if derived.accumulate_allreduce_grads_in_fp32 else None,
+        bucket_size=derived.ddp_bucket_size,
+        gather_gradients=not sizes.use_distributed_optimizer,
+        overlap_grad_reduce=sizes.overlap_grad_reduce,
+        overlap_param_gather=sizes.overlap_param_gather,
+    )
+    optimizer_class = DistributedOptimizer if sizes.use_distributed_optimizer else MixedPrecisionOptimizer
+    optimizer = optimizer_class([ddp], config.optimizer)
+    return TrainState(
+        config=config,
+        derived=derived,
+        parallel=parallel,
+        model=model,
+        ddp=ddp,
+        optimizer=optimizer,
+        scheduler=OptimizerParamScheduler(optimizer.param_groups, schedule_config(config, derived)),
+        tracker=tracker,
+        progress=TrainProgress(),
+        vocab_size=vocab_size,
+        run_id=parallel.world.broadcast_object(uuid.uuid4().hex[:12]),
+    )
+
+
+def _model(
+    config: Config,
+    derived: Derived,
+    parallel: ParallelState,
+    device: torch.device,
+    tracker: CudaRNGStatesTracker,
+    vocab_size: int,
+) -> GPTModel:
+    model = config.model
+    shape = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=derived.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        kv_channels=derived.kv_channels,
+        seq_length=model.seq_length,
+        max_position_embeddings=derived.max_position_embeddings,
+        vocab_size=vocab_size,
+        padded_vocab_size=derived.padded_vocab_size(vocab_size),
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        norm_epsilon=model.norm_epsilon,
+        sequence_parallel=derived.sequence_parallel,
+        dtype=_dtype(config),
+    )
+    return GPTModel(shape, Placement(parallel, Dropout(tracker), device))
+
+
+def _dtype(config: Config) -> torch.dtype:
+    if config.precision.float64:
+        return torch.float64
+    return torch.bfloat16 if config.precision.bf16 else torch.float32
+
+
+def schedule_config(config: Config, derived: Derived) -> ScheduleConfig:
+    """Return the schedule of the run, in samples."""
+    optimizer, samples = config.optimizer, derived.schedule
+    return ScheduleConfig(
+        **asdict(samples),
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        lr_warmup_init=optimizer.lr_warmup_init,
+        lr_decay_style=optimizer.lr_decay_style,
+        lr_wsd_decay_style=optimizer.lr_wsd_decay_style,
+        wd_incr_style=optimizer.weight_decay_incr_style,
+    )
+
+
+# Data
+
+
+def _tokenizer(config: Config) -> tuple[Tokenizer, int]:
+    """Return the tokenizer and the number of token ids, its end-of-document id included."""
+    kind, given = config.data.tokenizer_type, config.model.vocab_size
+    tokenizer = build_tokenizer(kind, None if given is None else given - 1)
+    if given is not None and given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {given}, fewer than the {tokenizer.vocab_size} ids of {tokenizer.name}; raise it, or "
+            "leave it out to take the tokenizer's"
+        )
+    return tokenizer, given or tokenizer.vocab_size
+
+
+def _index_sizes(decision: LoadDecision | None, common: Mapping[str, Any]) -> Mapping[str, list[int]]:
+    """Return the sizes the data order was defined for: a resumed run keeps them, a new run has none."""
+    if decision is None or decision.mode is LoadMode.WEIGHTS:
+        return {}
+    return common.get("megalite", {}).get("index_sizes", {})
+
+
+def _num_samples(config: Config, derived: Derived) -> dict[str, int]:
+    """Return how many samples each split is asked for over the whole run."""
+    training = config.training
+    valid = 0
+    if training.eval_interval is not None and training.eval_iters > 0:
+        validations = derived.train_iters // training.eval_interval + 1
+        valid = validations * training.eval_iters * derived.global_batch_size
+    return {"train": derived.train_samples, "valid": valid}
+
+
+def _datasets(
+    config: Config,
+    derived: Derived,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    index_sizes: Mapping[str, list[int]],
+) -> Datasets:
+    data = config.data
+    return build_datasets(
+        data_path=data.data_path,
+        mock_data=data.mock_data,
+        split=data.split,
+        num_samples=_num_samples(config, derived),
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        index_sizes=index_sizes,
+        data_cache_path=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+
+
+def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
+    """Give the stages that see tokens or labels their loaders; each rank reads for itself."""
+    pp = ctx.parallel.pp
+    if not (pp.is_first or pp.is_last):
+        return
+    progress = ctx.progress
+
+    def loader(name: str, consumed: int) -> BatchLoader | None:
+        dataset = getattr(datasets, name)
+        if dataset is None:
+            return None
+        return BatchLoader(
+            dataset,
+            micro_batch_size=ctx.derived.micro_batch_size,
+            dp_rank=ctx.parallel.dp.rank,
+            dp_size=ctx.parallel.dp.size,
+            consumed_samples=consumed,
+            num_workers=ctx.config.data.num_workers,
+            pin_memory=ctx.device.type == "cuda",
+            name=name,
+        )
+
+    ctx.train_batches = loader("train", progress.consumed_train_samples)
+    ctx.valid_batches = loader("valid", progress.consumed_valid_samples)
+
+
+# Reports
+
+
+def _reporter(config: Config, derived: Derived, parallel: ParallelState) -> Reporter:
+    sinks: list[Sink] = []
+    save = config.checkpoint.save
+    with failing_together(parallel.world, "opening the metric files"):
+        if parallel.world.is_first:
+            if config.logging.metrics_jsonl and save is not None:
+                sinks.append(JsonlSink(save / "metrics.jsonl"))
+            if config.logging.tensorboard_dir is not None:
+                sinks.append(TensorBoardSink(config.logging.tensorboard_dir))
+    tokens = derived.global_batch_size * config.model.seq_length
+    return Reporter(parallel, sinks, config.logging.log_interval, derived.train_iters, tokens)
+
+
+def _readable_copies(state: TrainState, tokenizer: Tokenizer) -> Callable[[], dict[Path, bytes]]:
+    config_text = dump_config(state.config)
+    description = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+    return lambda: readable_copies(state, config_text, description)
+
+
+def _flops_per_iteration(config: Config, derived: Derived, vocab_size: int) -> float:
+    return derived.global_batch_size * training_flops_per_sequence(
+        num_layers=config.model.num_layers,
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=derived.ffn_hidden_size,
+        attention_width=config.model.num_attention_heads * derived.kv_channels,
+        seq_length=config.model.seq_length,
+        vocab_rows=derived.padded_vocab_size(vocab_size),
+    )
+
+
+def _announce(ctx: TrainContext) -> None:
+    state, config = ctx.state, ctx.config
+    logger.info(
+        "%s on %d rank(s), %s; %d parameters on this stage of rank 0; global batch %d = %d micro-batches of %d x DP %d",
+        state.parallel,
+        state.parallel.world.size,
+        ctx.device.type,
+        sum(p.numel() for p in state.model.parameters()),
+        ctx.derived.global_batch_size,
+        ctx.derived.num_microbatches,
+        ctx.derived.micro_batch_size,
+        state.parallel.dp.size,
+    )
+    if config.checkpoint.save is None:
+        logger.warning("checkpoint.save is not set: nothing is saved, also not at the end or when a signal comes")

@@ -1,0 +1,116 @@
+"""One training step: forwards and backwards of all micro-batches, gradients completed, one update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megalite.data.samplers import BatchLoader, sample_indices
+from megalite.parallel.ddp import finalize_model_grads
+from megalite.parallel.random import DropoutContext
+from megalite.parallel.schedules import NoSync, run_schedule
+from megalite.utils.errors import NumericsError
+
+if TYPE_CHECKING:
+    from megalite.training.context import TrainContext
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step produced; equal on all ranks."""
+
+    loss: float
+    """Mean over the micro-batches of the global batch of their mean loss per token, before the update."""
+    lr: float
+    """Rate of this update."""
+    grad_norm: float
+    """Before clipping."""
+    updated: bool
+    loss_scale: float = 1.0
+
+
+def train_step(ctx: TrainContext) -> StepOutput:
+    """Do one update from the next global batch. Collective over all ranks."""
+    state = ctx.state
+    state.ddp.zero_gradients()
+    loss = forward_backward(
+        ctx,
+        ctx.train_batches,
+        consumed_samples=ctx.progress.consumed_train_samples,
+        num_microbatches=ctx.derived.num_microbatches,
+    )
+    check = ctx.config.resilience.check_for_nan_in_loss_and_grad
+    if check and not math.isfinite(loss):
+        raise NumericsError(_not_finite("loss", loss, ctx))
+    finalize_model_grads(state.ddp)
+    lr = state.scheduler.lr
+    outcome = state.optimizer.step()
+    if check and not outcome.updated:
+        raise NumericsError(_not_finite("gradient norm", outcome.grad_norm, ctx))
+    if outcome.updated:
+        state.scheduler.step(ctx.derived.global_batch_size)
+    return StepOutput(loss=loss, lr=lr, grad_norm=outcome.grad_norm, updated=outcome.updated)
+
+
+def _not_finite(what: str, value: float, ctx: TrainContext) -> str:
+    progress = ctx.progress
+    last = progress.consumed_train_samples + ctx.derived.global_batch_size
+    return (
+        f"the {what} of iteration {progress.iteration + 1} (samples {progress.consumed_train_samples} to {last - 1}) "
+        f"is {value}; nothing was updated and nothing is saved. Lower optimizer.lr, look at these samples, or resume "
+        "from an earlier iteration; resilience.check_for_nan_in_loss_and_grad switches this check off"
+    )
+
+
+def forward_backward(
+    ctx: TrainContext,
+    batches: BatchLoader | None,
+    *,
+    consumed_samples: int,
+    num_microbatches: int,
+    forward_only: bool = False,
+) -> float:
+    """Run micro-batches through the model and return their mean loss, on every rank. Collective over all ranks.
+
+    The loss of a micro-batch is its mean over tokens that the loss mask keeps; micro-batches count alike.
+    """
+    if batches is not None:
+        batches.set_position(consumed_samples)
+    total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    forward_step = _make_forward_step(ctx, batches, consumed_samples, num_microbatches, total)
+    gradients = NoSync() if forward_only else ctx.state.ddp
+    run_schedule(forward_step, num_microbatches, ctx.link, gradients, forward_only)
+    # The last stage has the sum of its micro-batches; zeros elsewhere along pp.
+    ctx.parallel.pp.all_reduce(total)
+    ctx.parallel.dp_cp.all_reduce(total)
+    return total.item() / (num_microbatches * ctx.parallel.dp.size)
+
+
+def _make_forward_step(
+    ctx: TrainContext, batches: BatchLoader | None, consumed_samples: int, num_microbatches: int, total: torch.Tensor
+) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
+    model, parallel = ctx.state.model, ctx.parallel
+    place = (ctx.derived.micro_batch_size, parallel.dp.rank, parallel.dp.size)
+
+    def forward_step(index: int, stage_input: torch.Tensor | None) -> torch.Tensor:
+        # Every stage knows which samples these are without being told: they follow from the progress.
+        context = DropoutContext(tuple(sample_indices(consumed_samples, index, *place)))
+        batch = {} if batches is None else _to_device(next(batches), ctx.device)
+        inputs = {name: batch[name] for name in ("tokens", "position_ids") if parallel.pp.is_first}
+        if not parallel.pp.is_last:
+            return model(context, stage_input=stage_input, **inputs)
+        loss_BS = model(context, stage_input=stage_input, labels=batch["labels"], **inputs)
+        mask_BS = batch["loss_mask"].to(loss_BS.dtype)
+        loss = (loss_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
+        total.add_(loss.detach())
+        return loss / num_microbatches
+
+    return forward_step
+
+
+def _to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
