@@ -106,7 +106,7 @@ class GPTDataset:
         assert num_samples is None or num_samples > 0, "a split without samples has no dataset"
         self.source, self.split, self.seq_length, self.seed = source, split, seq_length, seed
         self._eod_id, self._eod_mask_loss, self._cache_folder = eod_id, eod_mask_loss, cache_folder
-        self._sequences = np.asarray(sequences)
+        self._sequences = np.asarray(sequences, dtype=document_index_dtype(len(source)))
         lengths = source.sequence_lengths[self._sequences]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + EXTRA_TOKENS:
@@ -171,7 +171,7 @@ class GPTDataset:
             mask[tokens == self._eod_id] = 0.0
         return {
             "tokens": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(text[1:].copy()),
+            "labels": torch.from_numpy(text[1:]),
             "loss_mask": torch.from_numpy(mask),
             "position_ids": torch.arange(self.seq_length, dtype=torch.int64),
         }

@@ -1,0 +1,104 @@
+"""Which rank gets which sample, and that the loader follows it whatever its workers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from megalite.data.samplers import BatchLoader, sample_indices
+from megalite.utils.errors import DataError
+
+
+class Numbers:
+    """Sample i holds i, and the process that made it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.tensor([index, index]), "pid": torch.tensor(os.getpid())}
+
+
+def loader(size=40, mb=2, rank=0, dp=1, **options):
+    return BatchLoader(Numbers(size), micro_batch_size=mb, dp_rank=rank, dp_size=dp, **options)
+
+
+def test_micro_batches_of_a_step():
+    # consumed 100, micro-batch 2, DP 3: a micro-step takes six samples, rank 1 the middle two.
+    assert list(sample_indices(100, 0, 2, 1, 3)) == [102, 103]
+    assert list(sample_indices(100, 2, 2, 1, 3)) == [114, 115]
+
+
+@pytest.mark.parametrize("mb, dp", [(1, 1), (2, 1), (8, 1), (1, 2), (2, 4), (1, 8), (4, 2)])
+def test_a_global_batch_is_the_same_samples_for_every_dp_and_micro_batch(mb, dp):
+    drawn = []
+    for m in range(8 // (mb * dp)):
+        for rank in range(dp):
+            drawn += sample_indices(24, m, mb, rank, dp)
+    assert drawn == list(range(24, 32))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_follow_the_arithmetic_and_carry_ordinals(workers):
+    batches = loader(rank=1, dp=2, consumed_samples=8, num_workers=workers)
+    for m in range(4):
+        batch = next(batches)
+        expected = list(sample_indices(8, m, 2, 1, 2))
+        assert batch["sample_ordinals"].tolist() == expected and batch["sample_ordinals"].dtype == torch.int64
+        assert batch["tokens"].tolist() == [[i, i] for i in expected]
+        assert (batch["pid"][0].item() == os.getpid()) == (workers == 0)
+        assert batches.position == 8 + 4 * (m + 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_position_can_be_set_while_workers_read_ahead(workers):
+    batches = loader(num_workers=workers)
+    seen = [next(batches)["sample_ordinals"].tolist() for _ in range(3)]
+    batches.set_position(20)
+    seen.append(next(batches)["sample_ordinals"].tolist())
+    batches.set_position(batches.position)
+    seen.append(next(batches)["sample_ordinals"].tolist())
+    batches.set_position(0)
+    seen.append(next(batches)["sample_ordinals"].tolist())
+    assert seen == [[0, 1], [2, 3], [4, 5], [20, 21], [22, 23], [0, 1]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_ranks_run_out_at_the_same_step(workers):
+    # Ten samples, micro-batch 2, DP 3: six to a step. Ranks 0 and 1 could fill a second micro-batch, rank 2 could not.
+    for rank in range(3):
+        batches = loader(size=10, rank=rank, dp=3, num_workers=workers)
+        next(batches)
+        with pytest.raises(DataError, match=r"train data has 10 samples.*at sample 6 need 12"):
+            next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_random_number_of_the_process_is_used(workers):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    next(loader(num_workers=workers))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_workers_leave_signals_to_the_rank():
+    batches = loader(num_workers=1)
+    worker = next(batches)["pid"][0].item()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker, number)
+    for _ in range(10):
+        assert next(batches)["pid"][0].item() == worker
+
+
+def test_a_dead_worker_is_a_data_error():
+    batches = loader(size=4000, num_workers=1)
+    os.kill(next(batches)["pid"][0].item(), signal.SIGKILL)
+    with pytest.raises(DataError, match=r"a loader process of the train data died.*data\.num_workers"):
+        for _ in range(1000):
+            next(batches)
