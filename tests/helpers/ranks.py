@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports these once; every rank is then a cheap fork of it.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch._dynamo", "megalite.training.loop"])
 
 
 def _rank_main(rank: int, world_size: int, store: str, func: Callable, args: tuple, results) -> None:
@@ -24,7 +25,8 @@ def _rank_main(rank: int, world_size: int, store: str, func: Callable, args: tup
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        results.put((rank, func(*args), None))
+        # Pickled here: a queue would pass tensors as handles that die with this process.
+        results.put((rank, pickle.dumps(func(*args)), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise SystemExit(1) from None
@@ -58,7 +60,7 @@ def run_on_ranks(world_size: int, func: Callable[..., Any], *args: Any, timeout:
                     continue
                 if error is not None:
                     raise AssertionError(f"rank {rank} of {world_size} failed\n{error}")
-                values[rank] = value
+                values[rank] = pickle.loads(value)
         finally:
             for process in ranks:
                 if len(values) < world_size:

@@ -1,0 +1,129 @@
+"""Numbers that megatron-core computed, from its own start values and its own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.dist_checkpointing.serialization import load
+from megalite.model.transformer import ON_DISK_NAMES
+from megalite.parallel.layers import traits
+from megalite.parallel.random import DropoutContext
+from megalite.training.context import TrainContext
+from megalite.training.setup import training_run
+from tests.helpers.fixtures import checkpoint_of, fixtures_folder, megatron_fixture, recipe_weight
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.runs import Topology, make_config, run
+
+CURVE_STEPS = 20
+
+
+def _key_of(name: str) -> str:
+    """Return the per-layer name with Megatron's fused names for norms."""
+    for own, on_disk in ON_DISK_NAMES.items():
+        name = name.replace(own, on_disk)
+    return name
+
+
+class _RecipeTokens:
+    """Micro-batches of 2 sequences whose tokens follow from step and index."""
+
+    def __init__(self, dp: tuple[int, int], global_batch: int = 8) -> None:
+        self.dp, self.global_batch = dp, global_batch
+        self.position = 0
+
+    def set_position(self, consumed: int) -> None:
+        self.position = consumed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        step, offset = divmod(self.position, self.global_batch)
+        index = offset // 2 + self.dp[0]
+        self.position += 2 * self.dp[1]
+        random = np.random.RandomState((1000003 * step + index) & 0x7FFFFFFF)
+        first = random.randint(0, 256, (2, 1))
+        steps = random.randint(1, 4, (2, 64)).cumsum(axis=1)
+        text = torch.from_numpy((first + np.concatenate([np.zeros((2, 1), int), steps], axis=1)) % 256)
+        return {
+            "tokens": text[:, :-1],
+            "labels": text[:, 1:],
+            "loss_mask": torch.ones(2, 64),
+            "position_ids": torch.arange(64).expand(2, 64),
+        }
+
+
+def _start_from_recipe(ctx: TrainContext) -> None:
+    tp = ctx.parallel.tp
+    for name, parameter in ctx.state.model.named_parameters():
+        axis = traits(parameter).tp_axis
+        shape = [size * (tp.size if i == axis else 1) for i, size in enumerate(parameter.shape)]
+        whole = torch.from_numpy(recipe_weight(_key_of(ctx.state.model.global_name(name)), tuple(shape), 0.02))
+        parameter.data.copy_(whole if axis is None else whole.chunk(tp.size, axis)[tp.rank])
+    for group in ctx.state.optimizer.param_groups:
+        group["wd_mult"] = 1.0
+    ctx.state.scheduler.step(0)
+    ctx.train_batches = _RecipeTokens((ctx.parallel.dp.rank, ctx.parallel.dp.size))
+
+
+TINY = {
+    "model": {
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "seq_length": 64,
+        "vocab_size": 256,
+    },
+    "data": {"tokenizer_type": "NullTokenizer"},
+    "training": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 20},
+    "optimizer": {"lr": 1e-3, "clip_grad": 1.0},
+}
+
+
+@pytest.mark.parametrize("topology", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_training_curve_of_megatron(topology: Topology) -> None:
+    expected = json.loads((fixtures_folder() / "megatron_core_curve" / "gpt2.json").read_text())
+    actual = run(topology, make_config(TINY, topology=topology), CURVE_STEPS, _start_from_recipe)
+    assert actual.losses == pytest.approx(expected["loss"], abs=1e-5)
+    assert actual.grad_norms == pytest.approx(expected["grad_norm"], abs=1e-5)
+
+
+def _logits(topology: Topology, folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    with training_run(make_config(TINY, topology=topology)) as ctx:
+        model, parallel = ctx.state.model, ctx.parallel
+        request = {"model": model.sharded_state_dict()}
+        load(
+            request,
+            checkpoint_of(folder),
+            group=parallel.world,
+            ignore_keys=lambda key: key.startswith("rng_state/"),
+        )
+        tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
+        inputs = {"tokens": tokens, "position_ids": torch.arange(64).expand(2, 64)} if parallel.pp.is_first else {}
+        context = DropoutContext((0, 1))
+        model.eval()
+        with torch.no_grad():
+            stage_input = ctx.link.receive_forward()
+            logits = model(context, stage_input=stage_input, **inputs)
+            ctx.link.send_forward(logits)
+            stage_input = ctx.link.receive_forward()
+            labels = tokens.roll(-1, 1) if parallel.pp.is_last else None
+            loss = model(context, stage_input=stage_input, labels=labels, **inputs)
+            ctx.link.send_forward(loss)
+        return (logits.numpy(), loss.numpy()) if parallel.pp.is_last else None
+
+
+@pytest.mark.parametrize("topology", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
+def test_logits_from_the_files_of_megatron(topology: Topology) -> None:
+    folder = megatron_fixture("gpt2_tp2pp2")
+    results = [result for result in run_on_ranks(prod(topology), _logits, topology, folder) if result is not None]
+    assert len(results) == topology[0]
+    for logits, loss in results:
+        np.testing.assert_allclose(logits, np.load(folder / "logits.npy"), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(loss, np.load(folder / "token_loss.npy"), atol=1e-5, rtol=0)

@@ -1,0 +1,79 @@
+"""Parallel runs against one rank: in float64 to 1e-9, and bit for bit where no sum is reordered."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from tests.helpers.runs import RunResult, Topology, make_config, max_difference, run, unequal
+
+FLOAT64 = {"precision": {"float64": True}}
+STEPS = 5
+
+
+@lru_cache
+def _reference() -> RunResult:
+    return run((1, 1, 1), make_config(FLOAT64), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("topology", "sequence_parallel"),
+    [
+        ((2, 1, 1), False),
+        ((2, 1, 1), True),
+        ((1, 2, 1), False),
+        ((1, 4, 1), False),
+        ((1, 1, 2), False),
+        ((2, 2, 1), True),
+        ((2, 1, 2), False),
+        ((1, 2, 2), False),
+    ],
+    ids=str,
+)
+def test_float64_equals_one_rank(topology: Topology, sequence_parallel: bool) -> None:
+    config = make_config(FLOAT64, {"parallel": {"sequence_parallel": sequence_parallel}}, topology=topology)
+    expected, actual = _reference(), run(topology, config, STEPS)
+    assert min(expected.grad_norms) > 0.5, "clipping must be active"
+    assert actual.losses == pytest.approx(expected.losses, abs=1e-9)
+    assert actual.grad_norms == pytest.approx(expected.grad_norms, abs=1e-9)
+    assert max_difference(actual.state, expected.state) < 1e-9
+
+
+VARIANTS = {
+    "distributed optimizer": {"use_distributed_optimizer": True},
+    "plain optimizer": {"use_distributed_optimizer": False},
+    "plain, overlapped gradients": {"use_distributed_optimizer": False, "overlap_grad_reduce": True},
+    "overlapped gradients": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    "all overlapped": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_sharding_and_overlap_do_not_change_a_bit(dp: int, bf16: bool) -> None:
+    results = {}
+    for name, parallel in VARIANTS.items():
+        # Buckets of 20000 elements: several of them, so that overlap has something to overlap.
+        changes = {"parallel": {**parallel, "ddp_bucket_size": 20_000}, "precision": {"bf16": bf16}}
+        results[name] = run((1, 1, dp), make_config(changes), 4)
+    first = results.pop("distributed optimizer")
+    assert min(first.grad_norms) > 0.5, "clipping must be active"
+    for name, other in results.items():
+        assert (other.losses, other.grad_norms) == (first.losses, first.grad_norms), name
+        assert unequal(other.state, first.state) == [], name
+
+
+def test_overlap_does_not_change_a_bit_across_tp_and_pp() -> None:
+    base = {"ddp_bucket_size": 20_000, "sequence_parallel": True}
+    plain = run((2, 2, 1), make_config({"parallel": base}, topology=(2, 2, 1)), 3)
+    overlapped = {**base, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    other = run((2, 2, 1), make_config({"parallel": overlapped}, topology=(2, 2, 1)), 3)
+    assert (other.losses, other.grad_norms) == (plain.losses, plain.grad_norms)
+    assert unequal(other.state, plain.state) == []
+
+
+def test_padding_of_the_vocabulary_does_not_change_the_loss() -> None:
+    wide = make_config(FLOAT64, {"model": {"make_vocab_size_divisible_by": 512}})
+    actual, expected = run((1, 1, 1), wide, 3), _reference()
+    assert actual.losses == pytest.approx(expected.losses[:3], abs=1e-12)
