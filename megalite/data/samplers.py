@@ -7,7 +7,10 @@ position in the data is one number.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -16,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megalite.utils.errors import DataError
 
-_LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SampleDataset(Protocol):
@@ -66,6 +69,19 @@ def _start_worker(worker: int) -> None:
     # A scheduler signals all processes of a job. The rank decides what a signal means, and needs data until then.
     for number in _LEFT_TO_THE_RANK:
         signal.signal(number, signal.SIG_IGN)
+    rank = multiprocessing.parent_process()
+    # SIGTERM cannot just be ignored: a rank that exits sends it to its workers and waits for them. So it counts when it
+    # comes from the rank; where the system does not tell the sender (macOS) it always does.
+    if rank is not None and hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_exit_when_told_by, args=(rank.pid,), daemon=True).start()
+
+
+def _exit_when_told_by(pid: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
+        pass
+    os._exit(0)
 
 
 class BatchLoader:

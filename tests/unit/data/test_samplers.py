@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,10 +92,26 @@ def test_no_random_number_of_the_process_is_used(workers):
 def test_workers_leave_signals_to_the_rank():
     batches = loader(num_workers=1)
     worker = next(batches)["pid"][0].item()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        os.kill(worker, number)
+    for name in ("TERM", "INT", "USR1", "TERM"):
+        # From another process, as a scheduler does it.
+        subprocess.run(["sh", "-c", f"kill -{name} {worker}"], check=True)
     for _ in range(10):
         assert next(batches)["pid"][0].item() == worker
+
+
+EXITING = """
+from tests.unit.data.test_samplers import loader
+batches = loader(num_workers=2)
+next(batches)
+batches.itself = batches
+raise SystemExit(5)
+"""
+
+
+def test_a_process_with_workers_can_exit():
+    # Within the time a scheduler gives; the loader is in a cycle, so that nothing but the exit itself ends its workers.
+    root = Path(__file__).resolve().parents[3]
+    assert subprocess.run([sys.executable, "-c", EXITING], cwd=root, timeout=30).returncode == 5
 
 
 def _failing(text: str):
