@@ -183,8 +183,9 @@ def load(
     Collective over ``group``; the request may be cut in any way. Plain values come from the file, stored elements are
     converted to the requested dtype. ``ignore_keys`` gets a key on disk (of objects with ``/shard_...``) and says
     whether it is knowingly not asked for. With ``strict`` off, other differences of the key sets are one WARNING, and
-    what the file lacks keeps its local value. Raises CheckpointError, with the same text on every rank, when the
-    folder is not a complete checkpoint, is damaged or hostile, or its keys or global shapes are not those asked for.
+    what the file lacks keeps its local value. After an error the content of the tensors is undefined. Raises
+    CheckpointError, with the same text on every rank, when the folder is not a complete checkpoint, is damaged or
+    hostile, or its keys or global shapes are not those asked for.
     """
     folder = Path(folder)
     header = agreed(group, f"reading {folder}", lambda: _read_header(folder) if group.is_first else None)
@@ -208,7 +209,7 @@ def load(
 
     def plan() -> LoadPlan:
         check_shapes(leaves.tensors, index, folder)
-        return plan_load(leaves, index)
+        return plan_load(leaves, index, folder)
 
     load_plan = agreed(group, f"planning the load of {folder}", plan)
     framing = TorchSaveFraming()
@@ -222,13 +223,14 @@ def _differing_keys(
     """Return stored keys that no rank requests, and requested ones that are not stored. Collective over ``group``."""
     stored = index.keys
     requested = {leaf.key for leaf in leaves.tensors} | {leaf.unique_key for leaf in leaves.objects}
-    kinds_differ = [leaf.key for leaf in leaves.tensors if leaf.key in index.objects]
     # All ranks know the stored keys in the same order: a bit for each is all that has to be exchanged.
-    seen = group.all_reduce(torch.tensor([int(key in requested) for key in stored], dtype=torch.int64))
-    strangers = sorted(requested.difference(stored) | set(kinds_differ))
-    unexpected: set[str] = set().union(*group.all_gather_object(strangers))
+    bits = [int(key in requested) for key in stored]
+    seen = group.all_reduce(torch.tensor([*bits, 0], dtype=torch.int64)).tolist()
+    strangers = {leaf.key for leaf in leaves.tensors if leaf.key not in index.tensors}
+    strangers |= {leaf.unique_key for leaf in leaves.objects if leaf.unique_key not in index.objects}
+    unexpected: set[str] = set().union(*group.all_gather_object(sorted(strangers)))
     ignored: Callable[[str], bool] = ignore_keys or (lambda key: False)
-    missing = [key for key, count in zip(stored, seen.tolist(), strict=True) if not count and not ignored(key)]
+    missing = [key for key, count in zip(stored, seen[:-1], strict=True) if not count and not ignored(key)]
     return missing, sorted(unexpected)
 
 
@@ -252,7 +254,7 @@ def _read_items(plan: LoadPlan, folder: Path, framing: ItemFraming) -> dict[str,
 def _fill(read: ChunkRead, folder: Path, source: ByteSource, framing: ItemFraming) -> None:
     item = read.chunk.item
     data = source.read(item.file, item.offset, item.length)
-    tensor = framing.parse_tensor(data, read.dtype, read.chunk.sizes, f"{read.key} in {folder / item.file}")
+    tensor = framing.parse_tensor(data, read.dtype, read.chunk.sizes, f"{read.name}/{item.file}")
     for copy in read.copies:
         target = copy.leaf.global_data
         part = tensor.detach()
@@ -293,5 +295,5 @@ def load_plain_tensors(folder: Path, keys: Collection[str] | None = None) -> dic
     request = {
         key: ShardedTensor.from_block(key, data, tuple(data.shape), (0,) * data.dim()) for key, data in tensors.items()
     }
-    _read_items(plan_load(ShardedLeaves(request), index), folder, TorchSaveFraming())
+    _read_items(plan_load(ShardedLeaves(request), index, folder), folder, TorchSaveFraming())
     return tensors

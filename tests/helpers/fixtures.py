@@ -42,6 +42,6 @@ def fixture_config(fixture: Path) -> dict[str, Any]:
 
 def recipe_weight(key: str, shape: tuple[int, ...], scale: float, salt: str = "") -> np.ndarray:
     """Return the value the weight recipe of the fixtures gives to an unstacked parameter."""
-    seed = zlib.crc32((key + salt).encode())
-    value = np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)
-    return value + np.float32(1) if "layernorm" in key and key.endswith("weight") else value
+    value = np.random.RandomState(zlib.crc32((key + salt).encode())).standard_normal(shape) * scale
+    # Rounded once, after the product: the other order differs in the last bit.
+    return value.astype(np.float32) + np.float32("layernorm" in key and key.endswith("weight"))

@@ -184,7 +184,8 @@ class Copy:
 class ChunkRead:
     """One stored chunk and everything that is copied out of it."""
 
-    key: str
+    name: str
+    """Key and folder, for messages."""
     dtype: torch.dtype
     chunk: StoredChunk
     copies: list[Copy] = field(default_factory=list)

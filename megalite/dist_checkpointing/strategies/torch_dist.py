@@ -236,7 +236,7 @@ def _parse_dtype(properties: Record) -> torch.dtype:
     return dtype
 
 
-def plan_load(leaves: ShardedLeaves, index: CheckpointIndex) -> LoadPlan:
+def plan_load(leaves: ShardedLeaves, index: CheckpointIndex, folder: Path) -> LoadPlan:
     """Return the reads for ``leaves``; keys that are not stored are left out.
 
     CheckpointError when stored chunks do not cover a requested block exactly once.
@@ -248,7 +248,7 @@ def plan_load(leaves: ShardedLeaves, index: CheckpointIndex) -> LoadPlan:
     reads: list[ChunkRead] = []
     zeroed: list[ShardedTensor] = []
     for key, blocks in requested.items():
-        reads += _plan_tensor(key, index.tensors[key], blocks)
+        reads += _plan_tensor(f"{key} in {folder}", index.tensors[key], blocks)
         zeroed += [leaf for leaf in blocks if _stored_volume(leaf, index.tensors[key].shape) < leaf.data.numel()]
     reads.sort(key=lambda read: (read.chunk.item.file, read.chunk.item.offset))
     wanted = {leaf.unique_key for leaf in leaves.objects}
@@ -263,7 +263,7 @@ def _stored_volume(leaf: ShardedTensor, stored: Shape) -> int:
     return volume(tuple(max(0, min(offset + size, whole) - offset) for offset, size, whole in edges))
 
 
-def _plan_tensor(key: str, stored: StoredTensor, blocks: list[ShardedTensor]) -> list[ChunkRead]:
+def _plan_tensor(name: str, stored: StoredTensor, blocks: list[ShardedTensor]) -> list[ChunkRead]:
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -271,7 +271,7 @@ def _plan_tensor(key: str, stored: StoredTensor, blocks: list[ShardedTensor]) ->
         return dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
 
     items = create_read_items_for_chunk_list(
-        key,
+        name,
         dcp.TensorStorageMetadata(
             dcp.TensorProperties(dtype=stored.dtype),
             torch.Size(stored.shape),
@@ -284,14 +284,14 @@ def _plan_tensor(key: str, stored: StoredTensor, blocks: list[ShardedTensor]) ->
     for item in items:
         part, block = item.storage_index.index, item.dest_index.index
         sizes = tuple(item.lengths)
-        read = reads.setdefault(part, ChunkRead(key, stored.dtype, stored.chunks[part]))
+        read = reads.setdefault(part, ChunkRead(name, stored.dtype, stored.chunks[part]))
         read.copies.append(Copy(blocks[block], tuple(item.storage_offsets), tuple(item.dest_offsets), sizes))
         found[block] += volume(sizes)
     for leaf, count in zip(blocks, found, strict=True):
         expected = _stored_volume(leaf, stored.shape)
         if count != expected:
             raise CheckpointError(
-                f"{key}: the stored chunks hold {count} elements for the {expected} of block {leaf.chunk_shape} at "
+                f"{name}: the stored chunks hold {count} elements for the {expected} of block {leaf.chunk_shape} at "
                 f"{leaf.global_offset}; the index is damaged, use another checkpoint"
             )
     return list(reads.values())

@@ -37,7 +37,9 @@ def test_prepended_axes_replicas_and_objects_do_not_matter():
 
 def test_tensor_larger_than_one_step_of_the_computation():
     whole = torch.arange(3 * 700 * 1001, dtype=torch.int32).view(3, 700, 1001)
-    columns = [ShardedTensor.from_block("k", whole[:, :, a:b], whole.shape, (0, 0, a)) for a, b in [(0, 500), (500, 1001)]]
+    columns = [
+        ShardedTensor.from_block("k", whole[:, :, a:b], whole.shape, (0, 0, a)) for a, b in [(0, 500), (500, 1001)]
+    ]
     assert fingerprint({"columns": columns}, SINGLE) == fingerprint_of_plain({"k": whole})
 
 

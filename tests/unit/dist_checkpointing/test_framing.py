@@ -82,7 +82,11 @@ def test_every_flipped_bit_of_the_elements_is_noticed():
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "message"),
-    [(torch.float32, (7,), "holds 24 bytes"), (torch.float32, (2, 3), "the index says"), (torch.int32, (6,), "the index")],
+    [
+        (torch.float32, (7,), "holds 24 bytes"),
+        (torch.float32, (2, 3), "the index says"),
+        (torch.int32, (6,), "the index"),
+    ],
 )
 def test_tensor_of_another_shape_or_type_is_refused(dtype, shape, message):
     data = b"".join(TorchSaveFraming().frame_tensor(torch.zeros(6)))

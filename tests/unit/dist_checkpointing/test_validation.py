@@ -43,7 +43,9 @@ def test_hole_is_named_with_its_coordinates():
 
 
 def test_overlap_is_named_with_both_blocks_and_files():
-    with pytest.raises(SaveError, match=r"w: the blocks \(2, 3\) at \(2, 0\) of __0_0.distcp and .* __1_0.distcp overlap"):
+    with pytest.raises(
+        SaveError, match=r"w: the blocks \(2, 3\) at \(2, 0\) of __0_0.distcp and .* __1_0.distcp overlap"
+    ):
         _check([_row(0), _row(1), _row(2)], [_row(1)])
     with pytest.raises(SaveError, match="s: the blocks .* overlap"):
         _check(*[[ShardedTensor.from_rank_offsets("s", torch.tensor(1.0))]] * 2)
