@@ -20,6 +20,8 @@ from megalite.dist_checkpointing.serialization import (
 from megalite.utils.dist import SINGLE
 from tests.helpers.fixtures import checkpoint_of, fixture_config, megatron_fixture, recipe_weight
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 MODELS = ["gpt2_tp2pp2", "llama_tp2pp2"]
 RESHARDABLE = ["optim_fully_reshardable_bf16_tp2dp2", "optim_fully_reshardable_fp32_tp2pp2"]
 ALL = [*MODELS, *RESHARDABLE, "optim_dp_reshardable_bf16_tp1dp2"]

@@ -27,6 +27,8 @@ from megalite.dist_checkpointing.strategies.filesystem import FileSink
 from megalite.utils.dist import SINGLE
 from megalite.utils.errors import CheckpointError, SaveError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 W = torch.arange(12.0).view(3, 4)
 
 
