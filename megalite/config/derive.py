@@ -140,13 +140,6 @@ def _check_model(config: Config) -> None:
         "parallel.pipeline_model_parallel_size",
         "model.num_layers",
     )
-    require(
-        not (config.precision.float64 and model.transformer_impl == "transformer_engine"),
-        "precision.float64 is on, but model.transformer_impl is 'transformer_engine', which has no double precision; "
-        "use 'local'",
-        "precision.float64",
-        "model.transformer_impl",
-    )
     cuts = [
         ("model.num_layers", model.num_layers, "parallel.pipeline_model_parallel_size", pp),
         ("model.num_attention_heads", model.num_attention_heads, "parallel.tensor_model_parallel_size", tp),

@@ -16,7 +16,7 @@ from megalite.parallel.layers import ParameterTraits, mark
 from megalite.parallel.random import DropoutContext
 
 # The norms in front of a linear layer have the names of Megatron's fused modules on disk, fused or not.
-_ON_DISK = {
+ON_DISK_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -47,7 +47,7 @@ class TransformerLayer(MegaliteModule):
         self.mlp = MLP(config, placement)
 
     def on_disk_name(self, name: str) -> str:
-        return _ON_DISK.get(name, name)
+        return ON_DISK_NAMES.get(name, name)
 
     def forward(self, x: torch.Tensor, context: DropoutContext) -> torch.Tensor:
         context = context.in_layer(self.number)

@@ -121,7 +121,7 @@ class OptimizerParamScheduler:
         ``use_checkpoint`` to take the saved one. The shape of WSD's last phase is not saved and always the run's.
         """
         saved = {name: state[name] for name in _COMPARED if name in state}
-        different = [name for name, value in saved.items() if value != getattr(self.config, name)]
+        different = [name for name in self._effective(saved) if saved[name] != getattr(self.config, name)]
         if different and not (override or use_checkpoint):
             lines = ", ".join(f"{name} {saved[name]} -> {getattr(self.config, name)}" for name in different)
             raise CheckpointError(
@@ -133,3 +133,12 @@ class OptimizerParamScheduler:
             self.config = replace(self.config, **saved)
         self.num_steps = 0
         self.step(int(state["num_steps"]))
+
+    def _effective(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names that matter to either schedule: a constant rate or decay does not depend on a length."""
+        unused = set()
+        if saved.get("lr_decay_style") == self.config.lr_decay_style == "constant":
+            unused |= {"lr_decay_steps", "min_lr"}
+        if saved.get("wd_incr_style") == self.config.wd_incr_style == "constant":
+            unused |= {"wd_incr_steps", "start_wd"}
+        return [name for name in saved if name not in unused]

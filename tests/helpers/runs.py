@@ -33,9 +33,9 @@ BASE: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
-    "training": {"micro_batch_size": 1, "global_batch_size": 16, "train_iters": 10, "seed": 4321},
+    "training": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10, "seed": 4321},
     "optimizer": {"lr": 2e-3, "lr_decay_style": "constant", "weight_decay": 0.1, "clip_grad": 0.5, "adam_beta2": 0.95},
-    "data": {"mock_data": True, "split": "90,10,0"},
+    "data": {"mock_data": True, "split": "2,1,997"},
     "logging": {"log_interval": 1, "log_level": "WARNING"},
 }
 

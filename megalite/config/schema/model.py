@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megalite.config.checks import require, require_above, require_at_least, require_probability
 
@@ -51,9 +50,6 @@ class ModelConfig:
 
     norm_epsilon: float = 1e-5
     """Added to the variance in every LayerNorm."""
-
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Who computes a layer: plain torch, or transformer-engine (an optional package that needs a GPU)."""
 
     def __post_init__(self) -> None:
         for name in (

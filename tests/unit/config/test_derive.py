@@ -120,7 +120,6 @@ def test_run_shorter_than_a_batch_is_refused_when_the_batch_is_known():
             ["parallel.tensor_model_parallel_size=4", "parallel.sequence_parallel=on", "model.seq_length=30"],
             "size 4 does not divide, with parallel.sequence_parallel on",
         ),
-        (["precision.float64=on", "model.transformer_impl=transformer_engine"], "no double precision"),
         (["data.tokenizer_type=NullTokenizer"], "model.vocab_size is not set"),
         (
             ["training.eval_interval=5", "data.mock_data=no", "data.data_path=a", "data.split=99,0,1"],

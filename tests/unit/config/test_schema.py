@@ -20,7 +20,7 @@ ACCEPTED = [
     ["precision.bf16=on", "precision.accumulate_allreduce_grads_in_fp32=off"],
     ["model.num_attention_heads=5", "model.kv_channels=8", "model.ffn_hidden_size=100"],
     ["model.max_position_embeddings=64"],
-    ["model.transformer_impl=transformer_engine", "model.init_method_std=0.01", "model.norm_epsilon=1e-6"],
+    ["model.init_method_std=0.01", "model.norm_epsilon=1e-6"],
     ["model.vocab_size=300", "data.tokenizer_type=NullTokenizer"],
     ["training.eval_interval=10", "training.eval_iters=0"],
     ["training.exit_interval=7", "training.exit_signal_handler=off", "training.exit_signal=SIGUSR2"],

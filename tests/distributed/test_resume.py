@@ -1,0 +1,173 @@
+"""A resumed run: on the same topology the unbroken one bit for bit, on another the same global state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megalite.checkpoint.paths import iteration_folder
+from megalite.config.schema import Config
+from megalite.training.setup import training_run
+from megalite.training.step import StepOutput
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.runs import (
+    LocalState,
+    Topology,
+    global_state,
+    local_state,
+    make_config,
+    run_steps,
+    unequal,
+)
+
+DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
+
+
+def _saving(folder: Path, interval: int) -> dict[str, Any]:
+    return {"checkpoint": {"save": str(folder), "save_interval": interval}}
+
+
+def _train(config: Config, steps: int) -> tuple[list[StepOutput], LocalState, dict[str, Any]]:
+    """Do ``steps`` iterations and say what the next batch and the random streams would be."""
+    with training_run(config) as ctx:
+        outputs = run_steps(ctx, steps)
+        following: dict[str, Any] = {"progress": vars(ctx.progress).copy(), "lr": ctx.state.scheduler.lr}
+        following["random"] = torch.rand(4)
+        with ctx.state.tracker.fork():
+            following["tracker"] = torch.rand(4)
+        if ctx.train_batches is not None:
+            following["batch"] = next(ctx.train_batches)
+        return outputs, local_state(ctx), following
+
+
+def _assert_same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            _assert_same(a[key], b[key])
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    else:
+        assert a == b
+
+
+SAME_TOPOLOGY = [
+    ((1, 1, 1), {}, False),
+    ((1, 1, 1), {}, True),
+    ((2, 1, 1), {"sequence_parallel": True}, True),
+    ((2, 1, 2), {"sequence_parallel": False, "overlap_grad_reduce": True, "overlap_param_gather": True}, False),
+    ((1, 2, 2), {"use_distributed_optimizer": False}, False),
+    ((1, 2, 2), {"overlap_grad_reduce": True, "overlap_param_gather": True}, True),
+    ((2, 2, 1), {"sequence_parallel": True}, False),
+]
+
+
+@pytest.mark.parametrize(("topology", "parallel", "bf16"), SAME_TOPOLOGY, ids=str)
+def test_same_topology_continues_bit_for_bit(
+    tmp_path: Path, topology: Topology, parallel: dict[str, Any], bf16: bool
+) -> None:
+    schedule = {"optimizer": {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-4}}
+    changes = (DROPOUT, schedule, {"parallel": {**parallel, "ddp_bucket_size": 20_000}}, {"precision": {"bf16": bf16}})
+    unbroken = run_on_ranks(prod(topology), _train, make_config(*changes, topology=topology), 6)
+    config = make_config(*changes, _saving(tmp_path / "run", 3), topology=topology)
+    first = run_on_ranks(prod(topology), _train, config, 3)
+    # The same command again: it finds its own checkpoint.
+    second = run_on_ranks(prod(topology), _train, config, 3)
+    for rank, (outputs, _, following) in enumerate(unbroken):
+        assert first[rank][0] + second[rank][0] == outputs
+        _assert_same(second[rank][2], following)
+    assert unequal(global_state([r[1] for r in second]), global_state([r[1] for r in unbroken])) == []
+
+
+TOPOLOGIES: list[Topology] = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+SAVED_AT = 2
+
+
+def _train_and_save(config: Config, steps: int) -> LocalState:
+    with training_run(config) as ctx:
+        run_steps(ctx, steps)
+        return local_state(ctx)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Topology, tuple[Path, dict[str, torch.Tensor]]]:
+    """One checkpoint per topology, with the state that its ranks held."""
+    made = {}
+    for topology in TOPOLOGIES:
+        folder = tmp_path_factory.mktemp("saved") / "run"
+        config = make_config(_saving(folder, SAVED_AT), topology=topology)
+        made[topology] = (folder, global_state(run_on_ranks(prod(topology), _train_and_save, config, SAVED_AT)))
+    return made
+
+
+def _load_each(topology: Topology, folders: Sequence[Path]) -> list[LocalState]:
+    states = []
+    for folder in folders:
+        with training_run(make_config({"checkpoint": {"load": str(folder)}}, topology=topology)) as ctx:
+            assert ctx.progress.iteration == SAVED_AT
+            assert ctx.state.optimizer.num_steps == SAVED_AT
+            states.append(local_state(ctx))
+    return states
+
+
+@pytest.mark.parametrize("target", TOPOLOGIES, ids=str)
+def test_state_moves_between_topologies(
+    saved: dict[Topology, tuple[Path, dict[str, torch.Tensor]]], target: Topology
+) -> None:
+    folders = [saved[source][0] for source in TOPOLOGIES]
+    ranks = run_on_ranks(prod(target), _load_each, target, folders, timeout=120.0)
+    for index, source in enumerate(TOPOLOGIES):
+        loaded = global_state([states[index] for states in ranks])
+        assert unequal(loaded, saved[source][1]) == [], f"{source} -> {target}"
+
+
+@pytest.mark.parametrize("target", TOPOLOGIES, ids=str)
+def test_losses_go_on_at_another_topology(
+    saved: dict[Topology, tuple[Path, dict[str, torch.Tensor]]], target: Topology
+) -> None:
+    source = TOPOLOGIES[(TOPOLOGIES.index(target) + 3) % len(TOPOLOGIES)]
+    load = {"checkpoint": {"load": str(saved[source][0])}, "training": {"train_iters": 12}}
+    expected = run_on_ranks(prod(source), _losses, make_config(load, topology=source))[0]
+    actual = run_on_ranks(prod(target), _losses, make_config(load, topology=target))[0]
+    assert actual == pytest.approx(expected, abs=1e-5)
+
+
+def _losses(config: Config) -> list[float]:
+    with training_run(config) as ctx:
+        return [output.loss for output in run_steps(ctx, 10)]
+
+
+@pytest.mark.parametrize("source", TOPOLOGIES, ids=str)
+def test_plain_dcp_reads_the_files(
+    saved: dict[Topology, tuple[Path, dict[str, torch.Tensor]]], source: Topology
+) -> None:
+    folder, state = saved[source]
+    step = iteration_folder(folder, SAVED_AT)
+    metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(step), no_dist=True)
+    for name, expected in state.items():
+        word, _, base = name.partition(".")
+        prefix, base = (f"optimizer.state.{word}.", base) if word in ("param", "exp_avg", "exp_avg_sq") else ("", name)
+        assert torch.equal(_from_stacked(tensors, prefix, base)[: len(expected)], expected), name
+
+
+def _from_stacked(tensors: dict[str, torch.Tensor], prefix: str, name: str) -> torch.Tensor:
+    """Return a parameter from the tensors that stack all layers."""
+    if not name.startswith("decoder.layers."):
+        return tensors[prefix + name]
+    _, _, layer, rest = name.split(".", 3)
+    rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    return tensors[f"{prefix}decoder.layers.{rest}"][int(layer)]
