@@ -139,7 +139,8 @@ def initialize_parameter(parameter: nn.Parameter, name: str, seed: int, parallel
     values = torch.zeros(parameter.shape)
     columns = parameter.shape[1] * (parallel.tp.size if info.tp_axis == 1 else 1)
     first_row = parallel.tp.rank * parameter.shape[0] if info.tp_axis == 0 else 0
-    last_row = min(first_row + parameter.shape[0], rows)
+    # A rank may hold padding only, and then begins behind the last row.
+    last_row = max(first_row, min(first_row + parameter.shape[0], rows))
     first_column = parallel.tp.rank * parameter.shape[1] if info.tp_axis == 1 else 0
     for block in range(first_row // _INIT_ROWS, -(-last_row // _INIT_ROWS)):
         start = block * _INIT_ROWS
