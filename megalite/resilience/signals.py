@@ -1,7 +1,7 @@
 """Asking a run to stop: a signal to any rank, or the death of the launcher.
 
-The handler only notes that the signal came. What follows is decided at the end of an iteration, by all ranks together,
-so a second or third signal changes nothing and none can interrupt a save.
+The handler only notes that the signal came. What follows is decided at the end of an iteration, by all ranks together.
+From that decision on the signal is ignored, so a second or third one changes nothing and none can interrupt a save.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class ExitSignal:
         self.received = 0
         self._parent = os.getppid()
         self._handles = handle
+        self._is_followed = False
         if handle:
             self._previous = signal.signal(self.number, self._on_signal)
 
@@ -42,7 +43,17 @@ class ExitSignal:
         """Say why, for the log."""
         return self.number.name if self.received or not self.parent_is_gone else "the launcher's death"
 
-    def restore(self) -> None:
-        """Put the previous handler back."""
+    def follow(self) -> None:
+        """Note that the run stops because of it, whichever rank was signalled: from here on the signal is ignored."""
+        self._is_followed = True
         if self._handles:
+            signal.signal(self.number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Put the previous handler back, unless the signal was followed.
+
+        The process is then on its way out with everything published, and schedulers repeat themselves: a signal that
+        arrives while the interpreter ends would make a death by signal of a status 0.
+        """
+        if self._handles and not self._is_followed:
             signal.signal(self.number, self._previous)

@@ -63,6 +63,8 @@ def _agree(ctx: TrainContext) -> tuple[bool, bool]:
     is_late = limit is not None and time.monotonic() - ctx.started > 60.0 * limit
     flags = torch.tensor([int(ctx.exit_signal.is_raised()), int(is_late)])
     signalled, late = ctx.parallel.world.all_reduce(flags, dist.ReduceOp.MAX).tolist()
+    if signalled:
+        ctx.exit_signal.follow()
     return bool(signalled), bool(late)
 
 
