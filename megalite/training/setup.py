@@ -56,14 +56,15 @@ def training_run(config: Config, hook: FaultHook = no_fault) -> Iterator[TrainCo
     """
     started = time.monotonic()
     training = config.training
-    # First of all, so that a signal during set-up is not lost.
-    exit_signal = ExitSignal(training.exit_signal, training.exit_signal_handler)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     setup_logging(int(os.environ.get("RANK", "0")), config.logging.log_level)
     derived = derive(config, world_size)
     joins_world = not dist.is_initialized()
     device = _device()
     initialize_world(world_size, config.parallel.distributed_timeout_minutes)
+    # Not before: a signal ends a rank that waits for the others to join at once, as there is nothing to save yet. A
+    # handler would have to wait as well, for ranks that may have been ended by the same signal while they started.
+    exit_signal = ExitSignal(training.exit_signal, training.exit_signal_handler)
     ctx = None
     try:
         ctx = _build(config, derived, device, exit_signal, hook)
