@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megalite.training.exit import is_stop_requested
 from megalite.training.step import forward_backward
 
 if TYPE_CHECKING:
@@ -23,30 +24,37 @@ def is_evaluation_due(ctx: TrainContext) -> bool:
     return interval is not None and training.eval_iters > 0 and ctx.progress.iteration % interval == 0
 
 
-def evaluate(ctx: TrainContext) -> float:
+def evaluate(ctx: TrainContext) -> float | None:
     """Return the mean loss over ``eval_iters`` global batches, and log it. Collective over all ranks.
 
     Dropout is off, so that no random stream moves. The position in the validation split goes on over the whole run.
+    None if a signal cut it short: a validation may take longer than the grace that a scheduler gives.
     """
     started = time.perf_counter()
     ctx.state.ddp.finish_param_sync()
-    model, training = ctx.state.model, ctx.config.training
-    micro_batches = ctx.derived.num_microbatches
-    losses = []
+    model, progress, batch_size = ctx.state.model, ctx.progress, ctx.derived.global_batch_size
+    count, first = ctx.config.training.eval_iters, progress.consumed_valid_samples
+    losses: list[float] = []
     model.eval()
     with torch.no_grad():
-        for _ in range(training.eval_iters):
+        while len(losses) < count and not is_stop_requested(ctx):
             losses.append(
                 forward_backward(
                     ctx,
                     ctx.valid_batches,
-                    consumed_samples=ctx.progress.consumed_valid_samples,
-                    num_microbatches=micro_batches,
+                    consumed_samples=first + len(losses) * batch_size,
+                    num_microbatches=ctx.derived.num_microbatches,
                     forward_only=True,
                 )
             )
-            ctx.progress.consumed_valid_samples += ctx.derived.global_batch_size
     model.train()
-    loss = sum(losses) / len(losses)
-    ctx.reporter.evaluation(ctx.progress, loss, time.perf_counter() - started)
+    # Also when cut short: the resumed run then validates on the same batches as an unbroken one.
+    progress.consumed_valid_samples = first + count * batch_size
+    seconds = time.perf_counter() - started
+    if len(losses) < count:
+        logger.warning("validation at iteration %d is cut short by a signal: no loss is given", progress.iteration)
+        ctx.reporter.pause(seconds)
+        return None
+    loss = sum(losses) / count
+    ctx.reporter.evaluation(progress, loss, seconds)
     return loss
