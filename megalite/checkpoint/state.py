@@ -19,8 +19,8 @@ from megalite.config.derive import Derived
 from megalite.config.loader import config_to_dict
 from megalite.config.schema import Config
 from megalite.dist_checkpointing.mapping import ShardedObject
-from megalite.model.gpt import GPTModel
-from megalite.optimizer.optimizer import SHARDING_TYPE, MixedPrecisionOptimizer
+from megalite.model.gpt import WORD_EMBEDDING, GPTModel
+from megalite.optimizer.optimizer import SHARDING_TYPE, STATE_KINDS, MixedPrecisionOptimizer
 from megalite.optimizer.param_scheduler import OptimizerParamScheduler
 from megalite.parallel.ddp import DistributedDataParallel
 from megalite.parallel.random import CudaRNGStatesTracker, seed_everything
@@ -69,9 +69,17 @@ def model_state(state: TrainState) -> dict[str, Any]:
     return state.model.sharded_state_dict()
 
 
-def optimizer_state(state: TrainState) -> dict[str, Any]:
-    """Return masters and moments as blocks of global tensors that share memory with the optimizer."""
-    return state.optimizer.sharded_state_dict(model_state(state))
+def live_tensors(state: TrainState) -> dict[str, Any]:
+    """Return weights, masters and moments as blocks of global tensors that share memory with the run."""
+    state.ddp.finish_param_sync()
+    weights = model_state(state)
+    return {"model": weights, "optimizer": state.optimizer.sharded_state_dict(weights)}
+
+
+def true_rows(state: TrainState) -> dict[str, int]:
+    """Return the number of rows that are no padding, for each global tensor that has some."""
+    prefixes = ("", *(f"{OPTIMIZER_PREFIX}{word}." for word in STATE_KINDS))
+    return {prefix + WORD_EMBEDDING: state.vocab_size for prefix in prefixes}
 
 
 def content_metadata(has_optimizer: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from megalite.parallel.mappings import gather_from_tensor_region
 from megalite.parallel.random import DropoutContext
 from megalite.parallel.state import ParallelState
 
-_WORD_EMBEDDING = "embedding.word_embeddings.weight"
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> tuple[int, int]:
@@ -89,13 +89,13 @@ class GPTModel(MegaliteModule):
         for name, parameter in self.named_parameters():
             if traits(parameter).init_std is not None:
                 name = self.global_name(name)
-                rows = self.config.vocab_size if name == _WORD_EMBEDDING else _global_rows(parameter, self.parallel)
+                rows = self.config.vocab_size if name == WORD_EMBEDDING else _global_rows(parameter, self.parallel)
                 initialize_parameter(parameter, name, seed, self.parallel, rows)
 
     def global_name(self, name: str) -> str:
         """Return the name of a parameter in the whole model: layers counted over all stages, copies by the original."""
         if name == "output_layer.weight":
-            return _WORD_EMBEDDING
+            return WORD_EMBEDDING
         first = self.decoder.first_layer
         return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{first + int(m[1])}.", name)
 
@@ -135,7 +135,7 @@ class GPTModel(MegaliteModule):
         state = super().sharded_state_dict(name, key, layer)
         if self.output_layer is not None and self.output_layer.weight is not None:
             state[name + "output_layer.weight"] = sharded_parameter(
-                self.output_layer.weight, key + _WORD_EMBEDDING, self.parallel, allow_shape_mismatch=True
+                self.output_layer.weight, key + WORD_EMBEDDING, self.parallel, allow_shape_mismatch=True
             )
         return state
 

@@ -42,7 +42,7 @@ def row_sums_of_squares(flat: torch.Tensor) -> torch.Tensor:
 def exact_sum(values: Sequence[torch.Tensor], group: Group, device: torch.device) -> float:
     """Return the sum of non-negative float64 ``values`` over all ranks, the same bits for any cut over ranks.
 
-    Collective over ``group``. NaN if any value is NaN, infinite if any is infinite.
+    Collective over ``group``. Infinite if any value is NaN or infinite.
     """
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for part in values:

@@ -130,9 +130,19 @@ class OptimizerParamScheduler:
                 "the run's, optimizer.use_checkpoint_opt_param_scheduler the checkpoint's"
             )
         if use_checkpoint:
-            self.config = replace(self.config, **saved)
+            self.config = self._adopted(saved)
         self.num_steps = 0
         self.step(int(state["num_steps"]))
+
+    def _adopted(self, saved: Mapping[str, Any]) -> ScheduleConfig:
+        config = replace(self.config, **saved)
+        if config.lr_decay_style == "WSD" and config.wsd_decay_steps is None:
+            raise CheckpointError(
+                f"the checkpoint's lr_decay_style is WSD, the run's is {self.config.lr_decay_style} and says nothing of "
+                "WSD's last phase, whose length is not saved; set optimizer.lr_wsd_decay_iters or "
+                "lr_wsd_decay_samples, or choose optimizer.override_opt_param_scheduler"
+            )
+        return config
 
     def _effective(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the names that matter to either schedule: a constant rate or decay does not depend on a length."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.paths import iteration_folder
-from megalite.checkpoint.state import model_state
+from megalite.checkpoint.state import live_tensors, true_rows
 from megalite.dist_checkpointing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -87,18 +87,8 @@ def save_checkpoint(ctx: TrainContext) -> None:
     log_state_hash(ctx, "saved")
 
 
-def log_state_hash(ctx: TrainContext, verb: str) -> None:
+def log_state_hash(ctx: TrainContext, event: str) -> None:
     """Log a fingerprint of all weights and moments in global coordinates, if asked for. Collective over all ranks."""
-    if not ctx.config.checkpoint.log_state_hash:
-        return
-    ctx.state.ddp.finish_param_sync()
-    weights = model_state(ctx.state)
-    live = {"model": weights, "optimizer": ctx.state.optimizer.sharded_state_dict(weights)}
-    value = fingerprint(live, group=ctx.parallel.world)
-    logger.info(
-        "state hash %s iteration %d | %s | adam step %d",
-        verb,
-        ctx.progress.iteration,
-        value,
-        ctx.state.optimizer.num_steps,
-    )
+    if ctx.config.checkpoint.log_state_hash:
+        value = fingerprint(live_tensors(ctx.state), ctx.parallel.world, true_rows=true_rows(ctx.state))
+        ctx.reporter.state_hash(ctx.progress, event, value, ctx.state.optimizer.num_steps)

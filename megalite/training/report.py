@@ -32,16 +32,22 @@ class Reporter:
         self._interval_started = time.perf_counter()
         self._paused = 0.0
         self._iterations = 0
+        self._is_first = True
 
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` out of the step time of the present interval."""
         self._paused += seconds
 
     def iteration(self, progress: TrainProgress, step: StepOutput) -> None:
-        """Log the iteration that has just been done, if it is due: its own loss, the mean step time since the last."""
+        """Log the iteration that has just been done, if it is due: its own loss, the mean step time since the last.
+
+        Due are every ``log_interval``-th, the first after a start, which shows how a resumed run goes on, and the last.
+        """
         self._iterations += 1
-        if progress.iteration % self.log_interval and progress.iteration != self.train_iters:
+        is_due = self._is_first or progress.iteration % self.log_interval == 0
+        if not is_due and progress.iteration != self.train_iters:
             return
+        self._is_first = False
         now = time.perf_counter()
         seconds = max(now - self._interval_started - self._paused, 1e-9) / self._iterations
         self._interval_started, self._paused, self._iterations = now, 0.0, 0
@@ -87,6 +93,13 @@ class Reporter:
             report.stall_seconds,
         )
         self._write(progress, {"checkpoint/save_s": report.save_seconds, "checkpoint/stall_s": report.stall_seconds})
+
+    def state_hash(self, progress: TrainProgress, event: str, value: str, adam_step: int) -> None:
+        """Log a fingerprint of the global state; ``event`` is "saved" or "loaded"."""
+        logger.info("state hash when %s at iteration %d: %s, Adam step %d", event, progress.iteration, value, adam_step)
+        self._write(
+            progress, {"checkpoint/event": event, "checkpoint/state_hash": value, "optimizer/adam_step": adam_step}
+        )
 
     def _write(self, progress: TrainProgress, metrics: Metrics) -> None:
         tp, pp, dp = self.parallel.topology
