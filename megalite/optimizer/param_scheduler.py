@@ -138,8 +138,8 @@ class OptimizerParamScheduler:
         config = replace(self.config, **saved)
         if config.lr_decay_style == "WSD" and config.wsd_decay_steps is None:
             raise CheckpointError(
-                f"the checkpoint's lr_decay_style is WSD, the run's is {self.config.lr_decay_style} and says nothing of "
-                "WSD's last phase, whose length is not saved; set optimizer.lr_wsd_decay_iters or "
+                f"the checkpoint's lr_decay_style is WSD, the run's is {self.config.lr_decay_style}, and the length of "
+                "WSD's last phase is not saved; set optimizer.lr_decay_style to WSD with lr_wsd_decay_iters or "
                 "lr_wsd_decay_samples, or choose optimizer.override_opt_param_scheduler"
             )
         return config
