@@ -87,6 +87,11 @@ def resolve_load(config: CheckpointConfig) -> LoadDecision | None:
 def _check_save_folder(save: Path) -> None:
     if save.exists() and not save.is_dir():
         raise ConfigError(f"checkpoint.save is {save}, which is a file, not a folder; name a folder or remove the file")
+    above = next((path for path in save.parents if path.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ConfigError(
+            f"checkpoint.save is {save}, but {above} is a file, not a folder; name a folder or remove the file"
+        )
 
 
 def _unpublished(root: Path, published: int | None) -> list[str]:

@@ -25,7 +25,7 @@ from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import MARKER_FILE, is_complete
 from megalite.dist_checkpointing.serialization import save, write_marker
 from megalite.utils.dist import Group, failing_together
-from megalite.utils.errors import PeerError, SaveError
+from megalite.utils.errors import ConfigError, PeerError, SaveError
 from megalite.utils.files import (
     FaultHook,
     fsync_directory,
@@ -70,7 +70,7 @@ class CheckpointManager:
                 decision = resolve_load(self.config)
                 if self.can_save:
                     # Now and not at the first save: a folder that cannot be made should not cost hours of training.
-                    make_directories(self.config.save)
+                    _make_save_folder(self.config.save)
                     self.published = read_tracker(self.config.save)
         decision, self.published = self.world.broadcast_object((decision, self.published))
         if decision is not None:
@@ -143,3 +143,13 @@ class CheckpointManager:
                 write_marker(folder, self.hook)
                 # Last of all: a crash before this line leaves the previous step as the newest one.
                 replace_atomically(self.config.save / TRACKER, str(iteration).encode(), self.hook)
+
+
+def _make_save_folder(save: Path) -> None:
+    try:
+        make_directories(save)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.save is {save}, which cannot be made: {error.strerror}; name a folder on a disk that can be "
+            "written"
+        ) from error
