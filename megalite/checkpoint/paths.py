@@ -26,13 +26,17 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker names, or None if there is no tracker.
 
-    Raises ``CheckpointError`` if it holds anything else, as an unreadable tracker must not look like a first start.
+    Raises ``CheckpointError`` if it holds anything else or cannot be read, as an unreadable tracker must not look like a first start.
     """
     path = root / TRACKER
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}; check the file, its permissions and its disk"
+        ) from error
     if not text.isdecimal():
         raise CheckpointError(
             f"{path} holds {text[:40]!r}, which is not an iteration; write the number of a complete iter_ folder into "

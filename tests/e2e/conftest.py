@@ -10,7 +10,24 @@ import torch
 
 import train
 
+DEADLINE_S = 240
+"""For a test with several starts of torchrun, on a machine that others use too."""
+
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """Fail a test that hangs in this process; jobs have shorter deadlines of their own."""
+
+    def fail(number: int, frame: object) -> None:
+        raise TimeoutError(f"the test did not end within {DEADLINE_S} s")
+
+    previous = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(DEADLINE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture

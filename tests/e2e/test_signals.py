@@ -27,13 +27,12 @@ def _running(tmp_path: Path, *arguments: str, **options: object) -> Job:
     return Job(tmp_path / "job", *TINY, *LONG, f"--checkpoint.save={tmp_path / 'run'}", *arguments, **options)
 
 
-def _assert_whole(save: Path, iteration: int, train_iters: int) -> None:
+def _assert_whole(save: Path, iteration: int) -> None:
     """One checkpoint is there, it is published, and weights, moments and progress load from it."""
     assert read_tracker(save) == iteration
     assert complete_iterations(save) == [iteration]
     assert [path.name for path in save.glob("iter_*")] == [iteration_folder(save, iteration).name]
-    arguments = [*TINY, f"--training.train_iters={train_iters}", "--checkpoint.save=null", f"--checkpoint.load={save}"]
-    config = parse_command_line(arguments).config
+    config = parse_command_line([*TINY, *LONG, "--checkpoint.save=null", f"--checkpoint.load={save}"]).config
     threads = torch.get_num_threads()
     with training_run(config) as ctx:
         assert ctx.progress.iteration == ctx.state.optimizer.num_steps == iteration
@@ -41,9 +40,7 @@ def _assert_whole(save: Path, iteration: int, train_iters: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _assert_saved_and_left(
-    result: Finished, save: Path, status: int, num_ranks: int = 2, train_iters: int = 100000
-) -> None:
+def _assert_saved_and_left(result: Finished, save: Path, status: int, num_ranks: int = 2) -> None:
     assert result.status == status, result.output
     assert result.rank_statuses == {rank: 0 for rank in range(num_ranks)}
     iteration, reason = result.stopped_at
@@ -52,7 +49,7 @@ def _assert_saved_and_left(
     for stderr in result.stderr.values():
         assert f"saving iteration {iteration} and leaving" in stderr
         assert "Traceback" not in stderr
-    _assert_whole(save, iteration, train_iters)
+    _assert_whole(save, iteration)
 
 
 def _to_torchrun(number: int) -> Callable[[Job], None]:
@@ -132,7 +129,7 @@ def test_signal_during_a_validation_is_not_put_off_to_its_end(tmp_path: Path) ->
         job.wait_for_iteration(2, tmp_path / "run")
         os.kill(job.pid, signal.SIGTERM)
         result = job.wait_until_gone()
-    _assert_saved_and_left(result, tmp_path / "run", 0, num_ranks=1, train_iters=4)
+    _assert_saved_and_left(result, tmp_path / "run", 0, num_ranks=1)
     assert result.stopped_at[0] == 2
     assert "validation at iteration 2 is cut short by a signal" in result.stderr[0]
 

@@ -27,9 +27,12 @@ TINY = (
     "--model.hidden_size=32",
     "--model.seq_length=16",
     "--training.global_batch_size=4",
+    "--optimizer.lr_decay_style=constant",
+    "--optimizer.lr_warmup_iters=0",
     "--checkpoint.save_interval=null",
 )
-"""A run whose iterations take a few hundredths of a second; it saves when it ends or is asked to."""
+"""A run whose iterations take a few hundredths of a second; it saves when it ends or is asked to, and its schedule fits
+any length."""
 
 
 @dataclass(frozen=True)
