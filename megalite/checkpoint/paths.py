@@ -26,7 +26,8 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker names, or None if there is no tracker.
 
-    Raises ``CheckpointError`` if it holds anything else or cannot be read, as an unreadable tracker must not look like a first start.
+    Raises ``CheckpointError`` if it holds anything else or cannot be read, as an unreadable tracker must not look like
+    a first start.
     """
     path = root / TRACKER
     try:
