@@ -258,7 +258,7 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
     with failing_together(run.parallel.world, "comparing the checkpoint with the run"):
         check_model(common, run, decision.folder, decision.mode)
         plan = plan_load(decision.mode, settings, common, run)
-    run.ddp.finish_param_sync()
+    run.finish_param_sync()
     weights = model_state(run)
     request: dict[str, Any] = {"model": weights}
     if plan.optimizer:

@@ -12,7 +12,7 @@ def state_to_save(state: TrainState) -> dict[str, Any]:
 
     Collective over dp with ``data_parallel_random_init``. Parameters that are still being gathered are waited for.
     """
-    state.ddp.finish_param_sync()
+    state.finish_param_sync()
     config = state.config.checkpoint
     weights = model_state(state)
     contents: dict[str, Any] = {**common_state(state), "model": weights}

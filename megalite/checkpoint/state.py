@@ -19,7 +19,7 @@ from megalite.config.derive import Derived
 from megalite.config.loader import config_to_dict
 from megalite.config.schema import Config
 from megalite.dist_checkpointing.mapping import ShardedObject
-from megalite.model.gpt import WORD_EMBEDDING, GPTModel
+from megalite.model.gpt import VOCABULARY_TABLES
 from megalite.optimizer.optimizer import SHARDING_TYPE, STATE_KINDS, MixedPrecisionOptimizer
 from megalite.optimizer.param_scheduler import OptimizerParamScheduler
 from megalite.parallel.ddp import DistributedDataParallel
@@ -52,8 +52,8 @@ class TrainState:
     config: Config
     derived: Derived
     parallel: ParallelState
-    model: GPTModel
-    ddp: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
+    """The model chunks of this stage with their gradient buffers, in the order in which a micro-batch passes them."""
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler
     tracker: CudaRNGStatesTracker
@@ -63,15 +63,21 @@ class TrainState:
     """For each split the numbers of samples for which its order was defined."""
     run_id: str = ""
 
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are up to date, as everything but a forward must before it reads them."""
+        for chunk in self.chunks:
+            chunk.finish_param_sync()
+
 
 def model_state(state: TrainState) -> dict[str, Any]:
     """Return parameter name -> sharded tensor, and the extra states Megatron expects."""
-    return state.model.sharded_state_dict()
+    # Layers are named by their global number, so that chunks do not share a name.
+    return {name: leaf for chunk in state.chunks for name, leaf in chunk.module.sharded_state_dict().items()}
 
 
 def live_tensors(state: TrainState) -> dict[str, Any]:
     """Return weights, masters and moments as blocks of global tensors that share memory with the run."""
-    state.ddp.finish_param_sync()
+    state.finish_param_sync()
     weights = model_state(state)
     return {"model": weights, "optimizer": state.optimizer.sharded_state_dict(weights)}
 
@@ -79,7 +85,7 @@ def live_tensors(state: TrainState) -> dict[str, Any]:
 def true_rows(state: TrainState) -> dict[str, int]:
     """Return the number of rows that are no padding, for each global tensor that has some."""
     prefixes = ("", *(f"{OPTIMIZER_PREFIX}{word}." for word in STATE_KINDS))
-    return {prefix + WORD_EMBEDDING: state.vocab_size for prefix in prefixes}
+    return {prefix + table: state.vocab_size for prefix in prefixes for table in VOCABULARY_TABLES}
 
 
 def content_metadata(has_optimizer: bool) -> dict[str, Any]:
@@ -125,30 +131,26 @@ def _megatron_arguments(state: TrainState) -> dict[str, Any]:
         arguments.update(section)
     derived, parallel, progress = state.derived, state.parallel, state.progress
     return arguments | {
-        "add_position_embedding": True,
-        "position_embedding_type": "learned_absolute",
+        "add_position_embedding": state.config.model.position_embedding_type == "learned_absolute",
+        "use_rotary_position_embeddings": state.config.model.position_embedding_type == "rope",
         "vocab_file": None,
         "ffn_hidden_size": derived.ffn_hidden_size,
         "kv_channels": derived.kv_channels,
         "max_position_embeddings": derived.max_position_embeddings,
         "padded_vocab_size": derived.padded_vocab_size(state.vocab_size),
         "global_batch_size": derived.global_batch_size,
-        "swiglu": False,
-        "normalization": "LayerNorm",
-        "group_query_attention": False,
-        "untie_embeddings_and_output_weights": False,
+        "num_query_groups": derived.num_query_groups,
         "phase_transition_iterations": None,
         "tensor_model_parallel_size": parallel.tp.size,
         "pipeline_model_parallel_size": parallel.pp.size,
-        "virtual_pipeline_model_parallel_size": None,
+        "virtual_pipeline_model_parallel_size": derived.num_model_chunks if derived.num_model_chunks > 1 else None,
         "data_parallel_size": parallel.dp.size,
         "world_size": parallel.world.size,
         "consumed_train_samples": progress.consumed_train_samples,
         "consumed_valid_samples": progress.consumed_valid_samples,
         "skipped_train_samples": progress.skipped_train_samples,
         "iteration": progress.iteration,
-        "fp16": False,
-        "params_dtype": str(state.ddp.buffers[0].values.dtype).removeprefix("torch."),
+        "params_dtype": str(state.chunks[0].buffers[0].values.dtype).removeprefix("torch."),
         "async_save": False,
         "async_strategy": "mcore",
         "ckpt_fully_parallel_save": False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.checks import require, require_at_least
+from megalite.config.pipeline import StageLayout, layer_layout
 from megalite.config.schema import Config
 
 
@@ -42,10 +43,10 @@ class Derived:
     sequence_parallel: bool
     """False at TP 1, where it has no meaning."""
 
-    num_model_chunks: int
-    """Chunks of layers on each stage; 1 at PP 1, where more have no meaning."""
+    layer_layout: StageLayout
+    """[stage][chunk] -> (first global layer from 0, number of layers)."""
 
-    layers_per_stage: int
+    num_query_groups: int
     ffn_hidden_size: int
     kv_channels: int
     max_position_embeddings: int
@@ -54,10 +55,15 @@ class Derived:
     """In parameters."""
 
     accumulate_allreduce_grads_in_fp32: bool
-    """False only if gradients are kept in bfloat16 or in double precision."""
+    """False only if gradients are kept in 16 bits or in double precision."""
 
     vocab_size_multiple: int
     schedule: ScheduleSamples
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Chunks of layers on each stage; 1 at PP 1, where more have no meaning."""
+        return len(self.layer_layout[0])
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Return the rows of the embedding, a multiple of what divides them evenly over tensor-parallel ranks."""
@@ -71,8 +77,10 @@ def derive(config: Config, world_size: int) -> Derived:
     data_parallel_size = _data_parallel_size(config, world_size)
     global_batch_size = _global_batch_size(config, data_parallel_size)
     train_iters, train_samples = _run_length(config, global_batch_size)
-    # Gradients follow the weights' format, except that bfloat16 would lose most of a long sum.
-    in_bf16 = config.precision.bf16 and config.precision.accumulate_allreduce_grads_in_fp32 is False
+    # Gradients follow the weights' format, except that 16 bits would lose most of a long sum.
+    precision = config.precision
+    in_16_bits = (precision.bf16 or precision.fp16) and precision.accumulate_allreduce_grads_in_fp32 is False
+    in_16_bits = in_16_bits or precision.grad_reduce_in_bf16
     return Derived(
         world_size=world_size,
         data_parallel_size=data_parallel_size,
@@ -82,14 +90,13 @@ def derive(config: Config, world_size: int) -> Derived:
         train_iters=train_iters,
         train_samples=train_samples,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        # The schema refuses more than one chunk at PP > 1.
-        num_model_chunks=1,
-        layers_per_stage=model.num_layers // parallel.pipeline_model_parallel_size,
+        layer_layout=_checked_layout(config, global_batch_size, data_parallel_size),
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
         ffn_hidden_size=_ffn_hidden_size(config),
         kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel_size),
-        accumulate_allreduce_grads_in_fp32=not (in_bf16 or config.precision.float64),
+        accumulate_allreduce_grads_in_fp32=not (in_16_bits or precision.float64),
         vocab_size_multiple=model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size,
         schedule=schedule_in_samples(config, global_batch_size),
     )
@@ -141,7 +148,6 @@ def _check_model(config: Config) -> None:
         "model.num_layers",
     )
     cuts = [
-        ("model.num_layers", model.num_layers, "parallel.pipeline_model_parallel_size", pp),
         ("model.num_attention_heads", model.num_attention_heads, "parallel.tensor_model_parallel_size", tp),
         ("model.ffn_hidden_size", _ffn_hidden_size(config), "parallel.tensor_model_parallel_size", tp),
     ]
@@ -155,6 +161,22 @@ def _check_model(config: Config) -> None:
             key,
             size_key,
         )
+    groups = model.num_query_groups or model.num_attention_heads
+    require(
+        groups % tp == 0 or tp % groups == 0,
+        f"model.num_query_groups is {groups} and parallel.tensor_model_parallel_size {tp}, but one has to divide the "
+        "other; change one of them",
+        "model.num_query_groups",
+        "parallel.tensor_model_parallel_size",
+    )
+    require(
+        _ffn_hidden_size(config) > 0,
+        f"model.hidden_size is {model.hidden_size}, too small for swiglu's default inner width; set "
+        "model.ffn_hidden_size",
+        "model.hidden_size",
+        "model.ffn_hidden_size",
+    )
+    layer_layout(config)
 
 
 def _check_data(config: Config) -> None:
@@ -247,8 +269,27 @@ def _check_schedule_lengths(config: Config) -> None:
     )
 
 
+def _checked_layout(config: Config, global_batch_size: int, data_parallel_size: int) -> StageLayout:
+    layout = layer_layout(config)
+    stages, micro_batch_size = len(layout), config.training.micro_batch_size
+    num_microbatches = global_batch_size // (micro_batch_size * data_parallel_size)
+    require(
+        len(layout[0]) == 1 or num_microbatches % stages == 0,
+        f"a step has {num_microbatches} micro-batches (training.global_batch_size {global_batch_size} / "
+        f"micro_batch_size {micro_batch_size} / data-parallel size {data_parallel_size}), which "
+        f"parallel.pipeline_model_parallel_size {stages} does not divide; with virtual stages it has to. Change one of "
+        "them, or use no virtual stages",
+        "training.global_batch_size",
+        "parallel.pipeline_model_parallel_size",
+    )
+    return layout
+
+
 def _ffn_hidden_size(config: Config) -> int:
-    return config.model.ffn_hidden_size or 4 * config.model.hidden_size
+    model = config.model
+    # Two thirds of 4h, down to a multiple of 64: a gated MLP has three matrices instead of two.
+    default = int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.swiglu else 4 * model.hidden_size
+    return model.ffn_hidden_size or default
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:

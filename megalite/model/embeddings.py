@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.model.module import (
     LayerAxis,
     MegaliteModule,
     Placement,
+    ShardedLeaf,
     TransformerConfig,
     factory_arguments,
     sharded_parameter,
@@ -24,7 +24,7 @@ from megalite.parallel.random import DropoutContext
 
 
 class LanguageModelEmbedding(MegaliteModule):
-    """Sum of the token's and the position's embedding, with dropout."""
+    """Embedding of the token, plus that of its position where positions are learned, with dropout."""
 
     def __init__(self, config: TransformerConfig, placement: Placement) -> None:
         super().__init__()
@@ -37,13 +37,17 @@ class LanguageModelEmbedding(MegaliteModule):
             init_std=config.init_method_std,
             **factory_arguments(config, placement),
         )
-        self.position_embeddings = nn.Embedding(
-            config.max_position_embeddings, config.hidden_size, dtype=config.dtype, device=placement.device
-        )
-        mark(self.position_embeddings.weight, ParameterTraits(init_std=config.init_method_std))
+        self.position_embeddings: nn.Embedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Embedding(
+                config.max_position_embeddings, config.hidden_size, dtype=config.dtype, device=placement.device
+            )
+            mark(self.position_embeddings.weight, ParameterTraits(init_std=config.init_method_std))
 
     def forward(self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, context: DropoutContext) -> torch.Tensor:
-        x_SBH = self.word_embeddings(tokens_BS) + self.position_embeddings(position_ids_BS.transpose(0, 1))
+        x_SBH = self.word_embeddings(tokens_BS)
+        if self.position_embeddings is not None:
+            x_SBH = x_SBH + self.position_embeddings(position_ids_BS.transpose(0, 1))
         offset = 0
         if self.config.sequence_parallel:
             # After the positions are added: they are whole on every rank, and so is their gradient.
@@ -58,7 +62,7 @@ class LanguageModelEmbedding(MegaliteModule):
 
     def sharded_state_dict(
         self, name: str = "", key: str = "", layer: LayerAxis | None = None
-    ) -> dict[str, ShardedTensor | ShardedObject]:
+    ) -> dict[str, ShardedLeaf]:
         state = super().sharded_state_dict(name, key, layer)
         word = "word_embeddings.weight"
         # The number of padding rows depends on TP, so the table on disk may be longer or shorter than ours.

@@ -1,65 +1,55 @@
-"""One pipeline stage of a GPT: embedding on the first stage, loss on the last, layers in between.
+"""One chunk of a GPT: embedding at the start of the model, loss at its end, layers in between.
 
 Legend: S sequence, B batch, H hidden, V padded vocabulary. Ids, labels and losses are [B, S]; activations [S, B, H].
 """
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import nn
 
-from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.model.embeddings import LanguageModelEmbedding
 from megalite.model.module import (
     LayerAxis,
     MegaliteModule,
+    ModelChunk,
     Placement,
+    ShardedLeaf,
     TransformerConfig,
-    factory_arguments,
     initialize_parameter,
     sharded_parameter,
 )
 from megalite.model.transformer import TransformerBlock
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megalite.parallel.layers import ParameterTraits, VocabParallelEmbedding, column_linear, mark, traits
+from megalite.parallel.layers import ParameterTraits, column_linear, mark, traits
 from megalite.parallel.mappings import gather_from_tensor_region
 from megalite.parallel.random import DropoutContext
-from megalite.parallel.state import ParallelState
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+VOCABULARY_TABLES = (WORD_EMBEDDING, OUTPUT_LAYER)
+"""Tensors whose rows are token ids, padded to a number that depends on TP."""
 
 
-def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> tuple[int, int]:
-    """Return (first global layer from 0, number of layers) of a stage, with layers spread evenly."""
-    per_stage = num_layers // pp_size
-    return pp_rank * per_stage, per_stage
+class OutputLayer(nn.Module):
+    """Projection to the vocabulary.
 
-
-class TiedOutputLayer(nn.Module):
-    """Projection to the vocabulary with the transposed embedding table.
-
-    On a pipeline's last stage it holds the second copy of the table; without a pipeline it borrows the embedding's,
-    which is why the weight comes as an argument there.
+    Untied, it has a weight of its own. Tied, it holds the second copy of the embedding table at the end of a pipeline,
+    and without a pipeline borrows the embedding's, which is why the weight comes as an argument there.
     """
 
-    def __init__(self, config: TransformerConfig, placement: Placement, has_copy: bool) -> None:
+    def __init__(self, config: TransformerConfig, placement: Placement, is_borrowed: bool) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = placement.parallel.tp, config.sequence_parallel
         self.weight: nn.Parameter | None = None
-        if has_copy:
-            rows = VocabParallelEmbedding(
-                config.padded_vocab_size,
-                config.hidden_size,
-                init_std=config.init_method_std,
-                **factory_arguments(config, placement),
+        if not is_borrowed:
+            shape = (config.padded_vocab_size // self.tp.size, config.hidden_size)
+            self.weight = nn.Parameter(torch.empty(shape, dtype=config.dtype, device=placement.device))
+            is_copy = not config.untie_embeddings_and_output_weights
+            info = ParameterTraits(
+                tp_axis=0, init_std=config.init_method_std, shared_embedding=is_copy, is_copy=is_copy
             )
-            self.weight = rows.weight
-            mark(
-                self.weight,
-                ParameterTraits(tp_axis=0, init_std=config.init_method_std, shared_embedding=True, is_copy=True),
-            )
+            mark(self.weight, info)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [S, B, V / tp] of the whole sequence."""
@@ -67,37 +57,31 @@ class TiedOutputLayer(nn.Module):
 
 
 class GPTModel(MegaliteModule):
-    """The GPT-2 face: learned positions, LayerNorm, GELU, biases, tied embeddings.
+    """One chunk of the model. Parameters are not initialised by the constructor; call ``initialize``."""
 
-    Parameters are not initialised by the constructor; call ``initialize``.
-    """
-
-    def __init__(self, config: TransformerConfig, placement: Placement) -> None:
+    def __init__(self, config: TransformerConfig, placement: Placement, chunk: ModelChunk) -> None:
         super().__init__()
         self.config = config
+        self.chunk = chunk
         self.parallel = placement.parallel
-        pp = placement.parallel.pp
-        self.embedding = LanguageModelEmbedding(config, placement) if pp.is_first else None
-        self.decoder = TransformerBlock(config, placement, *stage_layers(config.num_layers, pp.size, pp.rank))
-        self.output_layer = TiedOutputLayer(config, placement, has_copy=pp.size > 1) if pp.is_last else None
-        if self.embedding is not None and pp.size > 1:
+        is_tied = not config.untie_embeddings_and_output_weights
+        self.borrows = is_tied and chunk.is_first and chunk.is_last
+        self.embedding = LanguageModelEmbedding(config, placement) if chunk.is_first else None
+        self.decoder = TransformerBlock(config, placement, chunk)
+        self.output_layer = OutputLayer(config, placement, self.borrows) if chunk.is_last else None
+        if self.embedding is not None and is_tied and not self.borrows:
             weight = self.embedding.word_embeddings.weight
             mark(weight, ParameterTraits(tp_axis=0, init_std=config.init_method_std, shared_embedding=True))
 
     def initialize(self, seed: int) -> None:
         """Draw all start values as a function of (seed, parameter); equal for any TP and PP."""
         for name, parameter in self.named_parameters():
-            if traits(parameter).init_std is not None:
-                name = self.global_name(name)
-                rows = self.config.vocab_size if name == WORD_EMBEDDING else _global_rows(parameter, self.parallel)
+            info = traits(parameter)
+            if info.init_std is not None:
+                name = WORD_EMBEDDING if info.is_copy else name
+                whole = parameter.shape[0] * (self.parallel.tp.size if info.tp_axis == 0 else 1)
+                rows = self.config.vocab_size if name in VOCABULARY_TABLES else whole
                 initialize_parameter(parameter, name, seed, self.parallel, rows)
-
-    def global_name(self, name: str) -> str:
-        """Return the name of a parameter in the whole model: layers counted over all stages, copies by the original."""
-        if name == "output_layer.weight":
-            return WORD_EMBEDDING
-        first = self.decoder.first_layer
-        return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{first + int(m[1])}.", name)
 
     def activation_shape(self, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of what is sent to the next stage."""
@@ -112,16 +96,18 @@ class GPTModel(MegaliteModule):
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         stage_input: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return activations for the next stage; on the last stage the loss of each label, [B, S], or without labels
-        the logits of the vocabulary proper, [B, S, vocab_size].
+        """Return activations for the next chunk; at the end of the model the loss of each label, [B, S], or without
+        labels the logits of the vocabulary proper, [B, S, vocab_size].
+
+        ``document_ids`` [B, S] keep a position from attending to other documents.
         """
         x = stage_input if self.embedding is None else self.embedding(tokens, position_ids, context)
-        x = self.decoder(x, context)
+        x = self.decoder(x, context, document_ids)
         if self.output_layer is None:
             return x
-        tied = self.embedding.word_embeddings.weight if self.embedding is not None else None
-        logits_SBV = self.output_layer(x, tied)
+        logits_SBV = self.output_layer(x, self.embedding.word_embeddings.weight if self.borrows else None)
         tp = self.parallel.tp
         if labels is None:
             logits = gather_from_tensor_region(logits_SBV, tp)[..., : self.config.vocab_size]
@@ -131,14 +117,13 @@ class GPTModel(MegaliteModule):
 
     def sharded_state_dict(
         self, name: str = "", key: str = "", layer: LayerAxis | None = None
-    ) -> dict[str, ShardedTensor | ShardedObject]:
+    ) -> dict[str, ShardedLeaf]:
         state = super().sharded_state_dict(name, key, layer)
         if self.output_layer is not None and self.output_layer.weight is not None:
-            state[name + "output_layer.weight"] = sharded_parameter(
-                self.output_layer.weight, key + WORD_EMBEDDING, self.parallel, allow_shape_mismatch=True
+            weight = self.output_layer.weight
+            # The copy of a tied embedding is stored, and found, under the name of the first stage's.
+            on_disk = WORD_EMBEDDING if traits(weight).is_copy else OUTPUT_LAYER
+            state[name + OUTPUT_LAYER] = sharded_parameter(
+                weight, key + on_disk, self.parallel, allow_shape_mismatch=True
             )
         return state
-
-
-def _global_rows(parameter: nn.Parameter, parallel: ParallelState) -> int:
-    return parameter.shape[0] * (parallel.tp.size if traits(parameter).tp_axis == 0 else 1)

@@ -10,20 +10,37 @@ from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class MLP(MegaliteModule):
-    """linear_fc2(gelu(linear_fc1(x))) with the exact GELU; [S (/ tp), B, H] in and out."""
+    """linear_fc2(activation(linear_fc1(x))); [S (/ tp), B, H] in and out.
+
+    The activation is the exact GELU, or SwiGLU: silu(gate) * up, where linear_fc1 has the rows of gate above those of
+    up and each is cut by itself.
+    """
 
     extra_state_of = ("linear_fc1", "linear_fc2")
 
     def __init__(self, config: TransformerConfig, placement: Placement) -> None:
         super().__init__()
         self.parallel = placement.parallel
-        common = factory_arguments(config, placement) | {"sequence_parallel": config.sequence_parallel}
+        self.is_gated = config.swiglu
+        blocks = 2 if config.swiglu else 1
+        common = factory_arguments(config, placement) | {
+            "sequence_parallel": config.sequence_parallel,
+            "bias": config.add_bias_linear,
+        }
         self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size, config.ffn_hidden_size, init_std=config.init_method_std, **common
+            config.hidden_size,
+            blocks * config.ffn_hidden_size,
+            init_std=config.init_method_std,
+            blocks=blocks,
+            **common,
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_hidden_size, config.hidden_size, init_std=config.output_init_std, **common
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        inner = self.linear_fc1(x)
+        if self.is_gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return self.linear_fc2(F.silu(gate) * up)
+        return self.linear_fc2(F.gelu(inner))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megalite.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megalite.parallel.layers import traits
 from megalite.parallel.random import Dropout
 from megalite.parallel.state import ParallelState
@@ -23,6 +23,7 @@ class TransformerConfig:
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
+    num_query_groups: int
     kv_channels: int
     seq_length: int
     max_position_embeddings: int
@@ -30,12 +31,24 @@ class TransformerConfig:
     """Number of tokens; ids are below it."""
     padded_vocab_size: int
     """Rows of the embedding table, divisible over the tensor-parallel group."""
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    untie_embeddings_and_output_weights: bool = False
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
     norm_epsilon: float = 1e-5
     sequence_parallel: bool = False
     """Cut activations along the sequence between tensor-parallel regions; False with one tensor-parallel rank."""
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int = 1
     dtype: torch.dtype = torch.float32
 
     @property
@@ -43,18 +56,38 @@ class TransformerConfig:
         """Start deviation of layers that write into the residual stream: std / sqrt(2 * num_layers)."""
         return self.init_method_std / (2.0 * self.num_layers) ** 0.5
 
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the fused projection: all query heads, and a key and a value head per group."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model is built: its ranks, its device, and its source of dropout masks."""
+    """Where a part of the model is built: its ranks, its device, and its source of dropout masks."""
 
     parallel: ParallelState
     dropout: Dropout
     device: torch.device
 
 
+@dataclass(frozen=True)
+class ModelChunk:
+    """Which part of the model a chunk is."""
+
+    first_layer: int
+    """Global number, from 0, of its first layer."""
+    num_layers: int
+    is_first: bool
+    """It has the embedding."""
+    is_last: bool
+    """It has the final norm and the loss."""
+
+
 LayerAxis = tuple[int, int]
 """(global layer from 0, number of layers): the place on the axis that stacks all layers on disk."""
+
+ShardedLeaf = ShardedTensor | ShardedTensorFactory | ShardedObject
 
 
 class MegaliteModule(nn.Module):
@@ -71,13 +104,13 @@ class MegaliteModule(nn.Module):
 
     def sharded_state_dict(
         self, name: str = "", key: str = "", layer: LayerAxis | None = None
-    ) -> dict[str, ShardedTensor | ShardedObject]:
+    ) -> dict[str, ShardedLeaf]:
         """Return parameter name -> its place in the global tensor of its kind.
 
         ``name`` prefixes the names within the program, ``key`` those on disk; with ``layer`` every tensor is a slice of
         one that stacks all layers along a leading axis.
         """
-        state: dict[str, ShardedTensor | ShardedObject] = {}
+        state: dict[str, ShardedLeaf] = {}
         for own, parameter in self.named_parameters(recurse=False):
             state[name + own] = sharded_parameter(parameter, key + self.on_disk_name(own), self.parallel, layer)
         for own, child in self.named_children():
@@ -98,25 +131,47 @@ def sharded_parameter(
     parallel: ParallelState,
     layer: LayerAxis | None = None,
     allow_shape_mismatch: bool = False,
-) -> ShardedTensor:
-    """Return where ``parameter`` lies in the global tensor ``key``, from its traits and this rank's coordinates."""
-    tp_axis = traits(parameter).tp_axis
+) -> ShardedTensor | ShardedTensorFactory:
+    """Return where ``parameter`` lies in the global tensor ``key``, from its traits and this rank's coordinates.
+
+    Several matrices one upon the other, each cut by itself, become as many blocks of one global tensor.
+    """
+    info = traits(parameter)
     prepended = [] if layer is None else [(0, layer[0], layer[1])]
-    cut = [] if tp_axis is None else [(tp_axis + len(prepended), parallel.tp.rank, parallel.tp.size)]
-    return ShardedTensor.from_rank_offsets(
+    # A tensor that is not cut is the same on every tensor-parallel rank; one of them, and one of the data-parallel
+    # ranks, writes it. The copy of a tied embedding on the last stage is never the one that is written.
+    replica_id = (
+        int(info.is_copy),
+        0 if info.tp_axis is not None else parallel.tp.rank,
+        parallel.dp_cp.rank,
+    )
+
+    def place(data: torch.Tensor, block: int, replica_id: ReplicaId) -> ShardedTensor:
+        cut = []
+        if info.tp_axis is not None:
+            position = parallel.tp.rank + block * parallel.tp.size
+            cut = [(info.tp_axis + len(prepended), position, info.tp_blocks * parallel.tp.size)]
+        return ShardedTensor.from_rank_offsets(
+            key,
+            data,
+            *prepended,
+            *cut,
+            replica_id=replica_id,
+            prepend_axis_num=len(prepended),
+            allow_shape_mismatch=allow_shape_mismatch,
+        )
+
+    data = parameter.detach()
+    if info.tp_blocks == 1:
+        return place(data, 0, replica_id)
+    return ShardedTensorFactory(
         key,
-        parameter.detach(),
-        *prepended,
-        *cut,
-        # A tensor that is not cut is the same on every tensor-parallel rank; one of them, and one of the data-parallel
-        # ranks, writes it. The copy of a tied embedding on the last stage is never the one that is written.
-        replica_id=(
-            int(traits(parameter).is_copy),
-            0 if tp_axis is not None else parallel.tp.rank,
-            parallel.dp_cp.rank,
-        ),
-        prepend_axis_num=len(prepended),
-        allow_shape_mismatch=allow_shape_mismatch,
+        data,
+        build_fn=lambda _, whole, replica: [
+            place(part, block, replica) for block, part in enumerate(whole.chunk(info.tp_blocks))
+        ],
+        merge_fn=torch.cat,
+        replica_id=replica_id,
     )
 
 
@@ -136,20 +191,21 @@ def initialize_parameter(parameter: nn.Parameter, name: str, seed: int, parallel
     keeps its part. ``rows`` is the global number of rows that mean something; later ones are padding and zero.
     """
     info = traits(parameter)
+    tp_size, tp_rank = (parallel.tp.size, parallel.tp.rank) if info.tp_axis is not None else (1, 0)
     values = torch.zeros(parameter.shape)
-    columns = parameter.shape[1] * (parallel.tp.size if info.tp_axis == 1 else 1)
-    first_row = parallel.tp.rank * parameter.shape[0] if info.tp_axis == 0 else 0
-    # A rank may hold padding only, and then begins behind the last row.
-    last_row = max(first_row, min(first_row + parameter.shape[0], rows))
-    first_column = parallel.tp.rank * parameter.shape[1] if info.tp_axis == 1 else 0
-    for block in range(first_row // _INIT_ROWS, -(-last_row // _INIT_ROWS)):
-        start = block * _INIT_ROWS
-        # The 32 bits of a CRC are all that the Mersenne twister takes as a seed.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}:{block}".encode()))
-        drawn = torch.empty(_INIT_ROWS, columns).normal_(0.0, info.init_std, generator=generator)
-        low, high = max(start, first_row), min(start + _INIT_ROWS, last_row)
-        part = drawn[low - start : high - start, first_column : first_column + parameter.shape[1]]
-        values[low - first_row : high - first_row] = part
+    columns = parameter.shape[1] * (tp_size if info.tp_axis == 1 else 1)
+    first_column = tp_rank * parameter.shape[1] if info.tp_axis == 1 else 0
+    for matrix, part in enumerate(values.chunk(info.tp_blocks)):
+        position = tp_rank + matrix * tp_size if info.tp_axis == 0 else 0
+        first_row = position * part.shape[0]
+        last_row = max(first_row, min(first_row + part.shape[0], rows))
+        for start in range(first_row // _INIT_ROWS * _INIT_ROWS, last_row, _INIT_ROWS):
+            # The 32 bits of a CRC are all that the Mersenne twister takes as a seed.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}:{start // _INIT_ROWS}".encode()))
+            drawn = torch.empty(_INIT_ROWS, columns).normal_(0.0, info.init_std, generator=generator)
+            low, high = max(start, first_row), min(start + _INIT_ROWS, last_row)
+            kept = drawn[low - start : high - start, first_column : first_column + part.shape[1]]
+            part[low - first_row : high - first_row] = kept
     with torch.no_grad():
         parameter.copy_(values)
 

@@ -18,6 +18,7 @@ from megalite.config.schema import OptimizerConfig
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.dist_checkpointing.optimizer import sharded_tensors_of_range
 from megalite.optimizer.clip_grads import clip_coefficient, gradient_norm
+from megalite.optimizer.grad_scaler import ConstantGradScaler
 from megalite.parallel.buffers import ROW, BucketLayout, ParamAndGradBuffer, pieces_of_shard, round_up
 from megalite.parallel.ddp import DistributedDataParallel
 from megalite.parallel.layers import traits
@@ -71,9 +72,15 @@ class MixedPrecisionOptimizer:
 
     shards_over_dp = False
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        config: OptimizerConfig,
+        grad_scaler: ConstantGradScaler | None = None,
+    ) -> None:
         self.chunks = list(chunks)
         self.config = config
+        self.grad_scaler = grad_scaler or ConstantGradScaler()
         self.parallel = self.chunks[0].parallel
         self.pieces: list[OwnedPiece] = []
         self._owned: list[torch.Tensor] = []
@@ -149,15 +156,19 @@ class MixedPrecisionOptimizer:
         return self.adam.param_groups
 
     def step(self) -> StepOutcome:
-        """Clip, update the masters and write them back to the parameters. Collective over all ranks.
+        """Unscale, clip, update the masters and write them back to the parameters. Collective over all ranks.
 
-        A gradient norm that is not finite leaves everything untouched.
+        A gradient norm that is not finite leaves everything untouched but the loss scale.
         """
-        norm = gradient_norm(self._normed, self._norm_group, self.device)
-        if not norm < float("inf"):
+        scale = self.grad_scaler.scale
+        norm = gradient_norm(self._normed, self._norm_group, self.device) / scale
+        is_finite = norm < float("inf")
+        self.grad_scaler.update(found_inf=not is_finite)
+        if not is_finite:
             return StepOutcome(norm, updated=False)
-        factor = clip_coefficient(norm, self.config.clip_grad)
-        if factor is not None:
+        # One pass for both: the loss scale is a power of two unless the user gave another, so nothing is rounded twice.
+        factor = (clip_coefficient(norm, self.config.clip_grad) or 1.0) / scale
+        if factor != 1.0:
             for gradients in self._owned:
                 gradients.mul_(factor)
         for piece in self.pieces:
@@ -213,15 +224,17 @@ class MixedPrecisionOptimizer:
         return blocks
 
     def common_state_dict(self) -> dict[str, Any]:
-        """Return what is equal on all ranks, as plain values: the parameter groups with Adam's step count."""
+        """Return what is equal on all ranks: parameter groups with Adam's step count, and the loss scale in fp16."""
         groups = []
         for group in self.param_groups:
             plain = {name: value for name, value in group.items() if name != "params"}
             groups.append(plain | {"step": float(self.num_steps)})
-        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING_TYPE}
+        state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING_TYPE}
+        scaler = self.grad_scaler.state_dict()
+        return state | ({"grad_scaler": scaler} if scaler else {})
 
     def load_common_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore Adam's step count; learning rate and decay come from the schedule."""
+        """Restore Adam's step count and the loss scale; learning rate and decay come from the schedule."""
         saved = {group["wd_mult"]: group for group in state["optimizer"]["param_groups"]}
         missing = [group["wd_mult"] for group in self.param_groups if group["wd_mult"] not in saved]
         if missing:
@@ -233,3 +246,4 @@ class MixedPrecisionOptimizer:
             for master in group["params"]:
                 self.adam.state[master]["step"].fill_(float(saved[group["wd_mult"]]["step"]))
         self.num_steps = int(max(group["step"] for group in saved.values()))
+        self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))

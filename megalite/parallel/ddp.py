@@ -155,7 +155,7 @@ def finalize_model_grads(ddp: DistributedDataParallel) -> None:
     parallel = ddp.parallel
     ddp.finish_gradient_sync()
     if parallel.tp.size > 1:
-        partial = [p.main_grad for _, p in ddp.parameters() if traits(p).sequence_parallel]
+        partial = [p.main_grad for _, p in ddp.parameters() if traits(p).sums_over_tp]
         if partial:
             flat = torch.cat([gradient.reshape(-1) for gradient in partial])
             parallel.tp.all_reduce(flat)

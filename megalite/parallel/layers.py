@@ -28,10 +28,12 @@ class ParameterTraits:
 
     tp_axis: int | None = None
     """Axis that is cut over the tensor-parallel group; None when every rank holds the whole tensor."""
+    tp_blocks: int = 1
+    """Matrices that lie one upon the other along ``tp_axis``, each cut by itself (gate and up of a gated MLP)."""
     init_std: float | None = None
     """Standard deviation of its normal start values; None means that the module has set them itself."""
-    sequence_parallel: bool = False
-    """Used on a part of the sequence only, so that its gradient has to be summed over the tensor-parallel group."""
+    sums_over_tp: bool = False
+    """Whole on every rank but used on a part of the sequence or of the heads, so that its gradient has to be summed."""
     shared_embedding: bool = False
     """One of two copies, on the first and the last stage, of the tied embedding."""
     is_copy: bool = False
@@ -113,17 +115,19 @@ class ColumnParallelLinear(nn.Module):
         init_std: float,
         bias: bool = True,
         sequence_parallel: bool = False,
+        blocks: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """``blocks`` matrices of ``output_size / blocks`` rows lie one upon the other, and each is cut by itself."""
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
         rows = output_size // tp.size
         self.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype, device=device))
-        mark(self.weight, ParameterTraits(tp_axis=0, init_std=init_std))
+        mark(self.weight, ParameterTraits(tp_axis=0, tp_blocks=blocks, init_std=init_std))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
         if self.bias is not None:
-            mark(self.bias, ParameterTraits(tp_axis=0))
+            mark(self.bias, ParameterTraits(tp_axis=0, tp_blocks=blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return column_linear(x, self.weight, self.bias, self.tp, self.sequence_parallel)
@@ -153,7 +157,7 @@ class RowParallelLinear(nn.Module):
         mark(self.weight, ParameterTraits(tp_axis=1, init_std=init_std))
         self.bias = nn.Parameter(torch.zeros(output_size, dtype=dtype, device=device)) if bias else None
         if self.bias is not None:
-            mark(self.bias, ParameterTraits(sequence_parallel=sequence_parallel))
+            mark(self.bias, ParameterTraits(sums_over_tp=sequence_parallel))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -5,6 +5,7 @@
 | copy_to_tensor_region           | identity                  | all-reduce                 |
 | reduce_from_tensor_region       | all-reduce                | identity                   |
 | gather_from_tensor_region       | all-gather last dim       | split                      |
+| gather_partial_from_tensor_region | all-gather last dim     | reduce-scatter last dim    |
 | scatter_to_sequence_region      | split first dim           | all-gather                 |
 | gather_from_sequence_region     | all-gather first dim      | reduce-scatter             |
 | reduce_scatter_to_sequence_region | reduce-scatter first dim | all-gather                 |
@@ -87,6 +88,19 @@ class _GatherLastDim(torch.autograd.Function):
         return _split(grad, ctx.group, dim=-1), None
 
 
+class _GatherPartialLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _all_gather_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # One piece per rank along a new first axis, which is what a reduce-scatter cuts.
+        pieces = torch.stack(grad.chunk(ctx.group.size, dim=-1))
+        return reduce_scatter_first_dim(pieces, ctx.group).squeeze(0), None
+
+
 class _ScatterToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -133,6 +147,11 @@ def reduce_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave a tensor-parallel region: concatenate the ranks' columns."""
     return _GatherLastDim.apply(x, group) if group.size > 1 else x
+
+
+def gather_partial_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Concatenate the ranks' columns where each rank then uses a part of them, so that gradients have to be summed."""
+    return _GatherPartialLastDim.apply(x, group) if group.size > 1 else x
 
 
 def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:

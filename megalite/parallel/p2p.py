@@ -1,12 +1,16 @@
 """Activations and their gradients between neighbouring pipeline stages.
 
 Every tensor has one shape and one dtype, [S (/ tp), B, H] in the pipeline's dtype, known to both sides; so nothing but
-the values travels. A send and a receive that may cross are posted together, or two stages would wait for each other.
+the values travels. Each direction between two stages is a channel with a process group of its own, in which messages
+arrive in the order in which they were sent. Sends return at once and receives may be posted ahead; as no channel
+carries both directions, two stages never wait for each other crosswise, in whatever order they compute.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -14,57 +18,71 @@ import torch.distributed as dist
 from megalite.utils.dist import Group
 
 
-@dataclass(frozen=True)
+class Channel(Enum):
+    """A direction of travel. The wrapping ones join the last stage to the first, between virtual chunks."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FORWARD_WRAP = "forward wrap"
+    BACKWARD_WRAP = "backward wrap"
+
+
+@dataclass
+class Incoming:
+    """A tensor that may still be on its way."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor once it is there."""
+        self.work.wait()
+        return self.tensor
+
+
+@dataclass
 class StageLink:
-    """The two neighbours of a stage in its pipeline, and the tensors they exchange."""
+    """The neighbours of a stage in its pipeline, and the tensors they exchange."""
 
     pp: Group
+    channels: Mapping[Channel, dist.ProcessGroup]
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    _outgoing: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
 
-    def _exchange(self, send: list[tuple[torch.Tensor, int]], receive_from: list[int]) -> list[torch.Tensor]:
-        received = [torch.empty(self.shape, dtype=self.dtype, device=self.device) for _ in receive_from]
-        operations = [dist.P2POp(dist.isend, t.contiguous(), self.pp.ranks[to], self.pp.handle) for t, to in send]
-        operations += [
-            dist.P2POp(dist.irecv, t, self.pp.ranks[source], self.pp.handle)
-            for t, source in zip(received, receive_from, strict=True)
-        ]
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        return received
+    def send_forward(self, output: torch.Tensor) -> None:
+        """Give activations to the following stage; from the last stage to the first one's next chunk."""
+        self._send(output.detach(), Channel.FORWARD_WRAP if self.pp.is_last else Channel.FORWARD, +1)
 
-    def receive_forward(self) -> torch.Tensor | None:
-        """Return the previous stage's activations; None on the first stage."""
-        if self.pp.is_first:
-            return None
-        return self._exchange([], [self.pp.rank - 1])[0].requires_grad_()
+    def post_forward(self) -> Incoming:
+        """Start to receive the next activations of the preceding stage."""
+        return self._post(Channel.FORWARD_WRAP if self.pp.is_first else Channel.FORWARD, -1)
 
-    def send_forward(self, output: torch.Tensor | None) -> None:
-        """Give activations to the next stage; nothing on the last stage."""
-        if not self.pp.is_last and output is not None:
-            self._exchange([(output.detach(), self.pp.rank + 1)], [])
+    def send_backward(self, input_grad: torch.Tensor) -> None:
+        """Give a gradient to the preceding stage; from the first stage to the last one's previous chunk."""
+        self._send(input_grad, Channel.BACKWARD_WRAP if self.pp.is_first else Channel.BACKWARD, -1)
 
-    def receive_backward(self) -> torch.Tensor | None:
-        """Return the gradient of this stage's output; None on the last stage, whose output is the loss."""
-        if self.pp.is_last:
-            return None
-        return self._exchange([], [self.pp.rank + 1])[0]
+    def post_backward(self) -> Incoming:
+        """Start to receive the next gradient of the following stage."""
+        return self._post(Channel.BACKWARD_WRAP if self.pp.is_last else Channel.BACKWARD, +1)
 
-    def send_backward(self, input_grad: torch.Tensor | None) -> None:
-        """Give the gradient of this stage's input to the previous stage; nothing on the first stage."""
-        if not self.pp.is_first and input_grad is not None:
-            self._exchange([(input_grad, self.pp.rank - 1)], [])
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work, _ in self._outgoing:
+            work.wait()
+        self._outgoing = []
 
-    def send_forward_receive_backward(self, output: torch.Tensor) -> torch.Tensor | None:
-        """Give activations to the next stage and take the gradient of an earlier micro-batch from it."""
-        if self.pp.is_last:
-            return None
-        return self._exchange([(output.detach(), self.pp.rank + 1)], [self.pp.rank + 1])[0]
+    def _peer(self, step: int) -> int:
+        return self.pp.ranks[(self.pp.rank + step) % self.pp.size]
 
-    def send_backward_receive_forward(self, input_grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Give a gradient to the previous stage and take the next micro-batch's activations from it."""
-        if self.pp.is_first:
-            return None
-        return self._exchange([(input_grad, self.pp.rank - 1)], [self.pp.rank - 1])[0].requires_grad_()
+    def _send(self, tensor: torch.Tensor, channel: Channel, step: int) -> None:
+        # A tensor in flight must stay alive; those that have arrived are let go here.
+        self._outgoing = [(work, sent) for work, sent in self._outgoing if not work.is_completed()]
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._peer(step), group=self.channels[channel])
+        self._outgoing.append((work, tensor))
+
+    def _post(self, channel: Channel, step: int) -> Incoming:
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return Incoming(tensor, dist.irecv(tensor, self._peer(step), group=self.channels[channel]))

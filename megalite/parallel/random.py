@@ -139,8 +139,26 @@ class Dropout:
             return F.dropout(x, p)
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float, context: DropoutContext
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        p: float,
+        context: DropoutContext,
+        document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return causal attention over this rank's heads, [B, N, S, D] each, dropping probabilities with rate ``p``."""
+        """Return causal attention over this rank's heads, dropping probabilities with rate ``p``.
+
+        ``q`` is [B, N, S, D], ``k`` and ``v`` [B, G, S, D] with N / G query heads to a group; [B, N, S, D] out. With
+        ``document_ids`` [B, S] a position sees its own document only.
+        """
+        mask = None
+        if document_ids is not None:
+            same = document_ids[:, :, None] == document_ids[:, None, :]
+            mask = same.tril().unsqueeze(1)
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1:
+            # Spelled out rather than enable_gqa, which torch has from 2.5 on for some kernels only.
+            k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
         with self.tracker.fork() if p > 0.0 else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)

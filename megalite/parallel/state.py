@@ -11,12 +11,13 @@ module is the only place that knows the order. ``cp`` and ``ep`` are axes from t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
 
+from megalite.parallel.p2p import Channel
 from megalite.utils.dist import SINGLE, Group, world_group
 from megalite.utils.errors import ConfigError
 
@@ -51,6 +52,8 @@ class ParallelState:
     """Ranks with equal weights: gradients are reduced and optimizer state is cut over it."""
     model_parallel: Group = SINGLE
     """Ranks that together hold one copy of the model (tp and pp)."""
+    channels: Mapping[Channel, dist.ProcessGroup] = field(default_factory=dict)
+    """Process groups over this pipeline, one per direction of travel; none without a pipeline."""
     embedding: Group | None = SINGLE
     """First and last stage of this pipeline, which hold the tied embedding; None on the stages between."""
 
@@ -85,6 +88,7 @@ class ParallelState:
             **axes,
             dp_cp=axes["dp"] if sizes["cp"] == 1 else _group(rank_groups(sizes, ("dp", "cp")), world.rank, timeout),
             model_parallel=_model_parallel_group(sizes, axes, world.rank, timeout),
+            channels=_channels(sizes, world.rank, timeout),
             embedding=_embedding_group(sizes, axes["pp"], world.rank, timeout),
         )
 
@@ -114,6 +118,13 @@ def _model_parallel_group(sizes: Mapping[str, int], axes: Mapping[str, Group], r
     if sizes["tp"] == 1:
         return axes["pp"]
     return _group(rank_groups(sizes, ("tp", "pp")), rank, timeout)
+
+
+def _channels(sizes: Mapping[str, int], rank: int, timeout: timedelta) -> dict[Channel, dist.ProcessGroup]:
+    if sizes["pp"] == 1:
+        return {}
+    members = rank_groups(sizes, ("pp",))
+    return {channel: _group(members, rank, timeout).handle for channel in Channel}
 
 
 def _embedding_group(sizes: Mapping[str, int], pp: Group, rank: int, timeout: timedelta) -> Group | None:

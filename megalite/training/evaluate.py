@@ -31,11 +31,11 @@ def evaluate(ctx: TrainContext) -> float | None:
     None if a signal cut it short: a validation may take longer than the grace that a scheduler gives.
     """
     started = time.perf_counter()
-    ctx.state.ddp.finish_param_sync()
-    model, progress, batch_size = ctx.state.model, ctx.progress, ctx.derived.global_batch_size
+    ctx.state.finish_param_sync()
+    progress, batch_size = ctx.progress, ctx.derived.global_batch_size
     count, first = ctx.config.training.eval_iters, progress.consumed_valid_samples
     losses: list[float] = []
-    model.eval()
+    _set_training(ctx, False)
     with torch.no_grad():
         while len(losses) < count and not is_stop_requested(ctx):
             losses.append(
@@ -47,7 +47,7 @@ def evaluate(ctx: TrainContext) -> float | None:
                     forward_only=True,
                 )
             )
-    model.train()
+    _set_training(ctx, True)
     # Also when cut short: the resumed run then validates on the same batches as an unbroken one.
     progress.consumed_valid_samples = first + count * batch_size
     seconds = time.perf_counter() - started
@@ -58,3 +58,8 @@ def evaluate(ctx: TrainContext) -> float | None:
     loss = sum(losses) / count
     ctx.reporter.evaluation(progress, loss, seconds)
     return loss
+
+
+def _set_training(ctx: TrainContext, mode: bool) -> None:
+    for chunk in ctx.state.chunks:
+        chunk.module.train(mode)

@@ -27,13 +27,14 @@ from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.metrics.flops import training_flops_per_sequence
 from megalite.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megalite.model.gpt import GPTModel
-from megalite.model.module import Placement, TransformerConfig
+from megalite.model.module import ModelChunk, Placement, TransformerConfig
 from megalite.optimizer.distrib_optimizer import DistributedOptimizer
+from megalite.optimizer.grad_scaler import build_grad_scaler
 from megalite.optimizer.optimizer import MixedPrecisionOptimizer
 from megalite.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megalite.parallel.ddp import DistributedDataParallel
 from megalite.parallel.p2p import StageLink
-from megalite.parallel.random import CudaRNGStatesTracker, Dropout, seed_everything
+from megalite.parallel.random import Dropout, seed_everything
 from megalite.parallel.state import ParallelState
 from megalite.resilience.signals import ExitSignal
 from megalite.training.context import TrainContext
@@ -113,7 +114,13 @@ def _build(
     ctx = TrainContext(
         state=state,
         device=device,
-        link=StageLink(parallel.pp, state.model.activation_shape(derived.micro_batch_size), _dtype(config), device),
+        link=StageLink(
+            parallel.pp,
+            parallel.channels,
+            state.chunks[0].module.activation_shape(derived.micro_batch_size),
+            _dtype(config),
+            device,
+        ),
         train_batches=None,
         valid_batches=None,
         checkpoints=checkpoints,
@@ -138,25 +145,31 @@ def build_state(
     """Build model, buffers, optimizer and schedule with their start values. Collective over all ranks."""
     training, sizes = config.training, config.parallel
     tracker = seed_everything(training.seed, parallel, device, config.rng.data_parallel_random_init)
-    model = _model(config, derived, parallel, device, tracker, vocab_size)
-    model.initialize(training.seed + (10 * parallel.dp.rank if config.rng.data_parallel_random_init else 0))
-    ddp = DistributedDataParallel(
-        model,
-        parallel,
-        grad_dtype=torch.float32 if derived.accumulate_allreduce_grads_in_fp32 else None,
-        bucket_size=derived.ddp_bucket_size,
-        gather_gradients=not sizes.use_distributed_optimizer,
-        overlap_grad_reduce=sizes.overlap_grad_reduce,
-        overlap_param_gather=sizes.overlap_param_gather,
-    )
+    shape = transformer_config(config, derived, vocab_size)
+    placement = Placement(parallel, Dropout(tracker), device)
+    seed = training.seed + (10 * parallel.dp.rank if config.rng.data_parallel_random_init else 0)
+    chunks = []
+    for chunk in _model_chunks(derived, parallel):
+        model = GPTModel(shape, placement, chunk)
+        model.initialize(seed)
+        chunks.append(
+            DistributedDataParallel(
+                model,
+                parallel,
+                grad_dtype=torch.float32 if derived.accumulate_allreduce_grads_in_fp32 else None,
+                bucket_size=derived.ddp_bucket_size,
+                gather_gradients=not sizes.use_distributed_optimizer,
+                overlap_grad_reduce=sizes.overlap_grad_reduce,
+                overlap_param_gather=sizes.overlap_param_gather,
+            )
+        )
     optimizer_class = DistributedOptimizer if sizes.use_distributed_optimizer else MixedPrecisionOptimizer
-    optimizer = optimizer_class([ddp], config.optimizer)
+    optimizer = optimizer_class(chunks, config.optimizer, build_grad_scaler(config.precision))
     return TrainState(
         config=config,
         derived=derived,
         parallel=parallel,
-        model=model,
-        ddp=ddp,
+        chunks=chunks,
         optimizer=optimizer,
         scheduler=OptimizerParamScheduler(optimizer.param_groups, schedule_config(config, derived)),
         tracker=tracker,
@@ -166,38 +179,68 @@ def build_state(
     )
 
 
-def _model(
-    config: Config,
-    derived: Derived,
-    parallel: ParallelState,
-    device: torch.device,
-    tracker: CudaRNGStatesTracker,
-    vocab_size: int,
-) -> GPTModel:
-    model = config.model
-    shape = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=derived.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        kv_channels=derived.kv_channels,
-        seq_length=model.seq_length,
-        max_position_embeddings=derived.max_position_embeddings,
+def _model_chunks(derived: Derived, parallel: ParallelState) -> list[ModelChunk]:
+    """Return this stage's chunks of the model."""
+    layout = derived.layer_layout[parallel.pp.rank]
+    return [
+        ModelChunk(
+            first_layer=first,
+            num_layers=count,
+            is_first=parallel.pp.is_first and index == 0,
+            is_last=parallel.pp.is_last and index == len(layout) - 1,
+        )
+        for index, (first, count) in enumerate(layout)
+    ]
+
+
+_SAME_IN_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "norm_epsilon",
+)
+_SAME_IN_DERIVED = (
+    "ffn_hidden_size",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "sequence_parallel",
+)
+
+
+def transformer_config(config: Config, derived: Derived, vocab_size: int) -> TransformerConfig:
+    """Return the resolved numbers of the model."""
+    training = config.training
+    return TransformerConfig(
+        **{name: getattr(config.model, name) for name in _SAME_IN_MODEL},
+        **{name: getattr(derived, name) for name in _SAME_IN_DERIVED},
         vocab_size=vocab_size,
         padded_vocab_size=derived.padded_vocab_size(vocab_size),
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-        norm_epsilon=model.norm_epsilon,
-        sequence_parallel=derived.sequence_parallel,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers or 1,
         dtype=_dtype(config),
     )
-    return GPTModel(shape, Placement(parallel, Dropout(tracker), device))
 
 
 def _dtype(config: Config) -> torch.dtype:
     if config.precision.float64:
         return torch.float64
+    if config.precision.fp16:
+        return torch.float16
     return torch.bfloat16 if config.precision.bf16 else torch.float32
 
 
@@ -337,7 +380,7 @@ def _announce(ctx: TrainContext) -> None:
         state.parallel,
         state.parallel.world.size,
         ctx.device.type,
-        sum(p.numel() for p in state.model.parameters()),
+        sum(p.numel() for chunk in state.chunks for _, p in chunk.parameters()),
         ctx.derived.global_batch_size,
         ctx.derived.num_microbatches,
         ctx.derived.micro_batch_size,

@@ -12,7 +12,7 @@ import torch
 from megalite.data.samplers import BatchLoader, sample_indices
 from megalite.parallel.ddp import finalize_model_grads
 from megalite.parallel.random import DropoutContext
-from megalite.parallel.schedules import NoSync, run_schedule
+from megalite.parallel.schedules import run_schedule
 from megalite.utils.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -36,24 +36,29 @@ class StepOutput:
 def train_step(ctx: TrainContext) -> StepOutput:
     """Do one update from the next global batch. Collective over all ranks."""
     state = ctx.state
-    state.ddp.zero_gradients()
+    for chunk in state.chunks:
+        chunk.zero_gradients()
     loss = forward_backward(
         ctx,
         ctx.train_batches,
         consumed_samples=ctx.progress.consumed_train_samples,
         num_microbatches=ctx.derived.num_microbatches,
     )
-    check = ctx.config.resilience.check_for_nan_in_loss_and_grad
+    scaler = state.optimizer.grad_scaler
+    scale = scaler.scale
+    # With a scale that is being found, overflows are expected: they are left out and counted.
+    check = ctx.config.resilience.check_for_nan_in_loss_and_grad and not scaler.is_dynamic
     if check and not math.isfinite(loss):
         raise NumericsError(_not_finite("loss", loss, ctx))
-    finalize_model_grads(state.ddp)
+    for chunk in state.chunks:
+        finalize_model_grads(chunk)
     lr = state.scheduler.lr
     outcome = state.optimizer.step()
     if check and not outcome.updated:
         raise NumericsError(_not_finite("gradient norm", outcome.grad_norm, ctx))
     if outcome.updated:
         state.scheduler.step(ctx.derived.global_batch_size)
-    return StepOutput(loss=loss, lr=lr, grad_norm=outcome.grad_norm, updated=outcome.updated)
+    return StepOutput(loss, lr, outcome.grad_norm, outcome.updated, loss_scale=scale)
 
 
 def _not_finite(what: str, value: float, ctx: TrainContext) -> str:
@@ -82,8 +87,8 @@ def forward_backward(
         batches.set_position(consumed_samples)
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     forward_step = _make_forward_step(ctx, batches, consumed_samples, num_microbatches, total)
-    gradients = NoSync() if forward_only else ctx.state.ddp
-    run_schedule(forward_step, num_microbatches, ctx.link, gradients, forward_only)
+    gradients = None if forward_only else ctx.state.chunks
+    run_schedule(forward_step, num_microbatches, ctx.link, gradients, num_chunks=len(ctx.state.chunks))
     # The last stage has the sum of its micro-batches; zeros elsewhere along pp.
     ctx.parallel.pp.all_reduce(total)
     ctx.parallel.dp_cp.all_reduce(total)
@@ -92,22 +97,24 @@ def forward_backward(
 
 def _make_forward_step(
     ctx: TrainContext, batches: BatchLoader | None, consumed_samples: int, num_microbatches: int, total: torch.Tensor
-) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
-    model, parallel = ctx.state.model, ctx.parallel
+) -> Callable[[int, int, torch.Tensor | None], torch.Tensor]:
+    parallel = ctx.parallel
     place = (ctx.derived.micro_batch_size, parallel.dp.rank, parallel.dp.size)
 
-    def forward_step(index: int, stage_input: torch.Tensor | None) -> torch.Tensor:
+    def forward_step(index: int, chunk: int, stage_input: torch.Tensor | None) -> torch.Tensor:
+        model = ctx.state.chunks[chunk].module
         # Every stage knows which samples these are without being told: they follow from the progress.
         context = DropoutContext(tuple(sample_indices(consumed_samples, index, *place)))
-        batch = {} if batches is None else _to_device(next(batches), ctx.device)
-        inputs = {name: batch[name] for name in ("tokens", "position_ids") if parallel.pp.is_first}
-        if not parallel.pp.is_last:
+        needs_data = model.chunk.is_first or model.chunk.is_last
+        batch = _to_device(next(batches), ctx.device) if needs_data else {}
+        inputs = {name: batch[name] for name in ("tokens", "position_ids") if model.chunk.is_first}
+        if not model.chunk.is_last:
             return model(context, stage_input=stage_input, **inputs)
         loss_BS = model(context, stage_input=stage_input, labels=batch["labels"], **inputs)
         mask_BS = batch["loss_mask"].to(loss_BS.dtype)
         loss = (loss_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
         total.add_(loss.detach())
-        return loss / num_microbatches
+        return loss / num_microbatches * ctx.state.optimizer.grad_scaler.scale
 
     return forward_step
 

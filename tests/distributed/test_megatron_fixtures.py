@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.checkpoint.state import model_state
 from megalite.dist_checkpointing.serialization import load
+from megalite.model.gpt import WORD_EMBEDDING
 from megalite.model.transformer import ON_DISK_NAMES
 from megalite.parallel.layers import traits
 from megalite.parallel.random import DropoutContext
+from megalite.parallel.schedules import run_schedule
 from megalite.training.context import TrainContext
 from megalite.training.setup import training_run
 from tests.helpers.fixtures import checkpoint_of, fixtures_folder, megatron_fixture, recipe_weight
@@ -62,10 +65,11 @@ class _RecipeTokens:
 
 def _start_from_recipe(ctx: TrainContext) -> None:
     tp = ctx.parallel.tp
-    for name, parameter in ctx.state.model.named_parameters():
+    for name, parameter in ctx.state.chunks[0].parameters():
         axis = traits(parameter).tp_axis
+        name = WORD_EMBEDDING if traits(parameter).is_copy else name
         shape = [size * (tp.size if i == axis else 1) for i, size in enumerate(parameter.shape)]
-        whole = torch.from_numpy(recipe_weight(_key_of(ctx.state.model.global_name(name)), tuple(shape), 0.02))
+        whole = torch.from_numpy(recipe_weight(_key_of(name), tuple(shape), 0.02))
         parameter.data.copy_(whole if axis is None else whole.chunk(tp.size, axis)[tp.rank])
     for group in ctx.state.optimizer.param_groups:
         group["wd_mult"] = 1.0
@@ -96,8 +100,8 @@ def test_training_curve_of_megatron(topology: Topology) -> None:
 
 def _logits(topology: Topology, folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     with training_run(make_config(TINY, topology=topology)) as ctx:
-        model, parallel = ctx.state.model, ctx.parallel
-        request = {"model": model.sharded_state_dict()}
+        parallel = ctx.parallel
+        request = {"model": model_state(ctx.state)}
         load(
             request,
             checkpoint_of(folder),
@@ -106,17 +110,21 @@ def _logits(topology: Topology, folder: Path) -> tuple[np.ndarray, np.ndarray] |
         )
         tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
         inputs = {"tokens": tokens, "position_ids": torch.arange(64).expand(2, 64)} if parallel.pp.is_first else {}
-        context = DropoutContext((0, 1))
-        model.eval()
+        results = []
+
+        def forward_step(microbatch: int, chunk: int, stage_input: torch.Tensor | None) -> torch.Tensor:
+            model = ctx.state.chunks[chunk].module.eval()
+            given = inputs if model.chunk.is_first else {}
+            # The second time with labels, which gives the losses instead of the logits.
+            labels = tokens.roll(-1, 1) if microbatch and model.chunk.is_last else None
+            output = model(DropoutContext((0, 1)), stage_input=stage_input, labels=labels, **given)
+            if model.chunk.is_last:
+                results.append(output.numpy())
+            return output
+
         with torch.no_grad():
-            stage_input = ctx.link.receive_forward()
-            logits = model(context, stage_input=stage_input, **inputs)
-            ctx.link.send_forward(logits)
-            stage_input = ctx.link.receive_forward()
-            labels = tokens.roll(-1, 1) if parallel.pp.is_last else None
-            loss = model(context, stage_input=stage_input, labels=labels, **inputs)
-            ctx.link.send_forward(loss)
-        return (logits.numpy(), loss.numpy()) if parallel.pp.is_last else None
+            run_schedule(forward_step, 2, ctx.link, None, num_chunks=len(ctx.state.chunks))
+        return (results[0], results[1]) if results else None
 
 
 @pytest.mark.parametrize("topology", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)

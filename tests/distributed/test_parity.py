@@ -12,28 +12,73 @@ FLOAT64 = {"precision": {"float64": True}}
 STEPS = 5
 
 
+LLAMA = {
+    "model": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+        "ffn_hidden_size": 96,
+    }
+}
+FACES: dict[str, tuple[dict, ...]] = {
+    "gpt2": (),
+    "llama": (LLAMA,),
+    "qk norm": (LLAMA, {"model": {"qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5}}),
+    "few groups": (LLAMA, {"model": {"num_query_groups": 1, "qk_layernorm": True}}),
+}
+
+
 @lru_cache
-def _reference() -> RunResult:
-    return run((1, 1, 1), make_config(FLOAT64), STEPS)
+def _reference(face: str = "gpt2") -> RunResult:
+    return run((1, 1, 1), make_config(FLOAT64, *FACES[face]), STEPS)
 
 
-@pytest.mark.parametrize(
-    ("topology", "sequence_parallel"),
-    [
-        ((2, 1, 1), False),
-        ((2, 1, 1), True),
-        ((1, 2, 1), False),
-        ((1, 4, 1), False),
-        ((1, 1, 2), False),
-        ((2, 2, 1), True),
-        ((2, 1, 2), False),
-        ((1, 2, 2), False),
-    ],
-    ids=str,
-)
-def test_float64_equals_one_rank(topology: Topology, sequence_parallel: bool) -> None:
-    config = make_config(FLOAT64, {"parallel": {"sequence_parallel": sequence_parallel}}, topology=topology)
-    expected, actual = _reference(), run(topology, config, STEPS)
+SP = {"sequence_parallel": True}
+VPP = {"num_virtual_stages_per_pipeline_rank": 2}
+SELECTIVE = {"recompute_granularity": "selective"}
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+PARALLEL_RUNS = [
+    ("gpt2", (2, 1, 1), {}, {}),
+    ("gpt2", (2, 1, 1), SP, {}),
+    ("gpt2", (1, 2, 1), {}, {}),
+    ("gpt2", (1, 4, 1), {}, {}),
+    ("gpt2", (1, 1, 2), {}, {}),
+    ("gpt2", (2, 2, 1), SP, {}),
+    ("gpt2", (2, 1, 2), {}, {}),
+    ("gpt2", (1, 2, 2), {}, {}),
+    ("gpt2", (1, 2, 1), VPP, UNIFORM),
+    ("gpt2", (2, 2, 1), VPP, {}),
+    ("llama", (2, 1, 1), {}, SELECTIVE),
+    ("llama", (2, 1, 1), SP, UNIFORM),
+    ("llama", (1, 2, 1), {"num_layers_per_virtual_pipeline_stage": 1}, BLOCK),
+    ("llama", (1, 2, 2), VPP, {}),
+    ("llama", (1, 4, 1), {}, {}),
+    ("llama", (1, 2, 1), {"decoder_first_pipeline_num_layers": 1}, {}),
+    ("llama", (1, 4, 1), {"decoder_last_pipeline_num_layers": 1}, {}),
+    ("llama", (2, 2, 1), SP, SELECTIVE),
+    ("qk norm", (2, 1, 1), {}, {}),
+    ("qk norm", (2, 1, 2), SP, BLOCK),
+    ("few groups", (2, 1, 1), {}, {}),
+    ("few groups", (4, 1, 1), SP, {}),
+]
+
+
+@pytest.mark.parametrize(("face", "topology", "parallel", "recompute"), PARALLEL_RUNS, ids=str)
+def test_float64_equals_one_rank(face: str, topology: Topology, parallel: dict, recompute: dict) -> None:
+    changes = (FLOAT64, *FACES[face], {"parallel": parallel, "training": recompute})
+    if topology[1] == 4 and "decoder_last_pipeline_num_layers" in parallel:
+        # 7 layers: two on each of three stages and one on the last.
+        changes += ({"model": {"num_layers": 7}},)
+        expected = run((1, 1, 1), make_config(*changes), STEPS)
+    else:
+        expected = _reference(face)
+    actual = run(topology, make_config(*changes, topology=topology), STEPS)
     assert min(expected.grad_norms) > 0.5, "clipping must be active"
     assert actual.losses == pytest.approx(expected.losses, abs=1e-9)
     assert actual.grad_norms == pytest.approx(expected.grad_norms, abs=1e-9)

@@ -60,13 +60,17 @@ def run_steps(ctx: TrainContext, count: int) -> list[StepOutput]:
     return outputs
 
 
+Cut = tuple[int | None, int]
+"""(axis cut over tp, matrices one upon the other along it)"""
+
+
 @dataclass
 class LocalState:
     """One rank's tensors with their place in the rank grid."""
 
     tp: tuple[int, int]
-    weights: dict[str, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
-    """global name -> (axis cut over tp, local tensor)"""
+    weights: dict[str, tuple[Cut, torch.Tensor]] = field(default_factory=dict)
+    """global name -> (how it is cut over tp, local tensor)"""
     pieces: list[tuple[str, str, int, torch.Tensor]] = field(default_factory=list)
     """(global name, word, start in the flattened local parameter, values)"""
     vocab_size: int = 0
@@ -74,16 +78,17 @@ class LocalState:
 
 def local_state(ctx: TrainContext) -> LocalState:
     """Return copies of this rank's parameters, masters and moments, read from the live objects."""
-    ctx.state.ddp.finish_param_sync()
-    model, parallel = ctx.state.model, ctx.parallel
-    state = LocalState((parallel.tp.rank, parallel.tp.size), vocab_size=ctx.state.vocab_size)
-    for name, parameter in model.named_parameters():
-        if not traits(parameter).is_copy:
-            state.weights[model.global_name(name)] = (traits(parameter).tp_axis, parameter.detach().clone())
-    copies = {name for name, parameter in model.named_parameters() if traits(parameter).is_copy}
+    ctx.state.finish_param_sync()
+    tp = ctx.parallel.tp
+    state = LocalState((tp.rank, tp.size), vocab_size=ctx.state.vocab_size)
+    for chunk in ctx.state.chunks:
+        for name, parameter in chunk.parameters():
+            info = traits(parameter)
+            if not info.is_copy:
+                state.weights[name] = ((info.tp_axis, info.tp_blocks), parameter.detach().clone())
     for piece, word, flat in ctx.state.optimizer.state_tensors():
-        if piece.name not in copies:
-            state.pieces.append((model.global_name(piece.name), word, piece.parameter_start, flat.clone()))
+        if piece.name in state.weights:
+            state.pieces.append((piece.name, word, piece.parameter_start, flat.clone()))
     return state
 
 
@@ -93,10 +98,10 @@ def global_state(ranks: Sequence[LocalState]) -> dict[str, torch.Tensor]:
     Ranks that hold the same part must hold the same bits, and every element of the optimizer's state must be there.
     """
     local: dict[tuple[str, int], torch.Tensor] = {}
-    axes: dict[str, tuple[int | None, int]] = {}
+    cuts: dict[str, tuple[Cut, int]] = {}
     for rank in ranks:
-        for name, (axis, tensor) in rank.weights.items():
-            axes[name] = (axis, rank.tp[1])
+        for name, (cut, tensor) in rank.weights.items():
+            cuts[name] = (cut, rank.tp[1])
             _set_equal(local, (name, rank.tp[0]), tensor)
     flats: dict[tuple[str, int], torch.Tensor] = {}
     for rank in ranks:
@@ -110,11 +115,11 @@ def global_state(ranks: Sequence[LocalState]) -> dict[str, torch.Tensor]:
     for (name, tp_rank), flat in flats.items():
         assert not torch.isnan(flat).any(), f"{name} has elements that no rank owns"
         base = name.split(".", 1)[1]
-        axes[name] = axes[base]
+        cuts[name] = cuts[base]
         local[name, tp_rank] = flat.view(local[base, tp_rank].shape)
-    whole = {name: _join(local, name, *place) for name, place in axes.items()}
+    whole = {name: _join(local, name, *place) for name, place in cuts.items()}
     for name, tensor in whole.items():
-        if name.endswith("word_embeddings.weight"):
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
             whole[name] = tensor[: ranks[0].vocab_size]
     return whole
 
@@ -124,12 +129,14 @@ def _set_equal(known: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) ->
     known[key] = value
 
 
-def _join(local: dict[tuple[str, int], torch.Tensor], name: str, axis: int | None, tp_size: int) -> torch.Tensor:
+def _join(local: dict[tuple[str, int], torch.Tensor], name: str, cut: Cut, tp_size: int) -> torch.Tensor:
+    axis, blocks = cut
     parts = [local[name, rank] for rank in range(tp_size)]
     if axis is None:
         assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs along tp"
         return parts[0]
-    return torch.cat(parts, dim=axis)
+    matrices = [part.chunk(blocks, dim=axis) for part in parts]
+    return torch.cat([torch.cat([part[block] for part in matrices], dim=axis) for block in range(blocks)], dim=axis)
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from megalite.config.checks import require, require_above, require_at_least, require_probability
+from megalite.config.checks import require, require_above, require_at_least, require_at_most_one, require_probability
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -20,8 +21,41 @@ class ModelConfig:
     num_attention_heads: int
     """Attention heads of a layer, over all tensor-parallel ranks."""
 
+    group_query_attention: bool = False
+    """Let several query heads share one key and value head. Needs num_query_groups."""
+
+    num_query_groups: int | None = None
+    """Key and value heads of a layer; left out, one for each attention head."""
+
     ffn_hidden_size: int | None = None
-    """Inner width of the MLP; left out, 4 x hidden_size."""
+    """Inner width of the MLP; left out, 4 x hidden_size, with swiglu two thirds of that, down to a multiple of 64."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How a token knows its place: a learned table, rotary embedding of queries and keys, or not at all."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary angles."""
+
+    rotary_percent: float = 1.0
+    """Part of a head's width that is rotated."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Norm in front of attention and MLP, and at the end."""
+
+    swiglu: bool = False
+    """Gate the MLP with SiLU, instead of GELU without a gate."""
+
+    add_bias_linear: bool = True
+    """Biases in the linear layers."""
+
+    add_qkv_bias: bool = False
+    """Bias of the query, key and value projection also where add_bias_linear is off."""
+
+    qk_layernorm: bool = False
+    """Norm over each query and key head."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the projection to the vocabulary a weight of its own."""
 
     kv_channels: int | None = None
     """Width of one attention head; left out, hidden_size / num_attention_heads."""
@@ -67,6 +101,13 @@ class ModelConfig:
         require_probability("model.attention_dropout", self.attention_dropout)
         require_above("model.init_method_std", self.init_method_std, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
+        require_above("model.rotary_base", self.rotary_base, 0)
+        require(
+            0 < self.rotary_percent <= 1,
+            f"model.rotary_percent is {self.rotary_percent}, but must be above 0 and at most 1; give a part",
+            "model.rotary_percent",
+        )
+        self._check_query_groups()
         require(
             self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,
             f"model.hidden_size is {self.hidden_size}, which model.num_attention_heads {self.num_attention_heads} does "
@@ -80,6 +121,24 @@ class ModelConfig:
             f"{self.seq_length}; a sample would run out of positions, so raise it or leave it out",
             "model.max_position_embeddings",
             "model.seq_length",
+        )
+
+    def _check_query_groups(self) -> None:
+        groups, heads = self.num_query_groups, self.num_attention_heads
+        require_at_least("model.num_query_groups", groups, 1)
+        require(
+            self.group_query_attention == (groups is not None),
+            f"model.group_query_attention is {_on_off(self.group_query_attention)}, but model.num_query_groups "
+            f"is {groups}; set both or neither",
+            "model.group_query_attention",
+            "model.num_query_groups",
+        )
+        require(
+            groups is None or heads % groups == 0,
+            f"model.num_attention_heads is {heads}, which model.num_query_groups {groups} does not divide; change one "
+            "of them",
+            "model.num_attention_heads",
+            "model.num_query_groups",
         )
 
 
@@ -102,8 +161,24 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Also cut the activations between tensor-parallel regions along the sequence. Without effect at TP 1."""
 
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks on each stage (VPP). Without effect at PP 1; above, this version has only 1."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of one chunk: each stage has several, and micro-batches go around several times (VPP). Without effect at
+    PP 1."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """The same, given as chunks per stage."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage, where the embedding takes a part of its time. Without effect at PP 1."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage, where the loss takes a part of its time. Without effect at PP 1."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage. Without effect at PP 1."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the loss as a layer of the last stage. Without effect at PP 1."""
 
     use_distributed_optimizer: bool = True
     """Cut fp32 master weights and moments over the data-parallel ranks instead of keeping them on each."""
@@ -125,7 +200,14 @@ class ParallelConfig:
         sizes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
         for name in (f"{size}_size" for size in sizes):
             require_at_least(f"parallel.{name}", getattr(self, name), 1)
-        require_at_least("parallel.virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, 1)
+        for name in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ):
+            require_at_least(f"parallel.{name}", getattr(self, name), 1)
+        self._check_stages()
         require_at_least("parallel.ddp_bucket_size", self.ddp_bucket_size, 1)
         require_above("parallel.distributed_timeout_minutes", self.distributed_timeout_minutes, 0)
         self._check_what_exists()
@@ -147,15 +229,22 @@ class ParallelConfig:
                 f"parallel.{name} is {size}, but this version has only 1; leave it out and use TP, PP and DP instead",
                 f"parallel.{name}",
             )
-        chunks = self.virtual_pipeline_model_parallel_size
-        require(
-            self.pipeline_model_parallel_size == 1 or chunks in (None, 1),
-            f"parallel.virtual_pipeline_model_parallel_size is {chunks} at pipeline_model_parallel_size "
-            f"{self.pipeline_model_parallel_size}, which needs the interleaved schedule, which this version does not "
-            "have; leave it out",
-            "parallel.virtual_pipeline_model_parallel_size",
-            "parallel.pipeline_model_parallel_size",
-        )
+
+    def _check_stages(self) -> None:
+        names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+        are_set = tuple(getattr(self, name) is not None for name in names)
+        require_at_most_one("parallel", names, are_set, "the number of chunks follows from either")
+        fixed = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        for name in fixed:
+            for other in counted:
+                require(
+                    getattr(self, name) is None or not getattr(self, other),
+                    f"parallel.{name} is {getattr(self, name)} and parallel.{other} is on, but the first already says "
+                    "how long that end is; keep one of them",
+                    f"parallel.{name}",
+                    f"parallel.{other}",
+                )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -165,25 +254,72 @@ class PrecisionConfig:
     bf16: bool = False
     """Weights and activations in bfloat16, with fp32 master weights and moments."""
 
+    fp16: bool = False
+    """Weights and activations in float16, with fp32 master weights and moments, and a scaled loss."""
+
+    loss_scale: float | None = None
+    """Constant factor on the loss in fp16; left out, it is found while training."""
+
+    initial_loss_scale: float = 2.0**32
+    """First factor, where it is found while training."""
+
+    min_loss_scale: float = 1.0
+    """Least factor."""
+
+    loss_scale_window: int = 1000
+    """Updates without overflow after which the factor is doubled."""
+
+    hysteresis: int = 2
+    """Overflows after which the factor is halved; later ones halve at once, until it is doubled again."""
+
     accumulate_allreduce_grads_in_fp32: bool | None = None
-    """Keep and reduce gradients in fp32 although weights are bfloat16. Left out, on; without bf16 it has no effect."""
+    """Keep and reduce gradients in fp32 although weights have 16 bits. Left out, on; without them it has no effect."""
+
+    grad_reduce_in_bf16: bool = False
+    """Keep and reduce gradients in bfloat16. Needs bf16."""
 
     float64: bool = False
-    """For tests: everything in double precision, so that sums in another order can be compared. Excludes bf16."""
+    """For tests: everything in double precision, so that sums in another order can be compared. Excludes bf16, fp16."""
 
     def __post_init__(self) -> None:
-        require(
-            not (self.bf16 and self.float64),
-            "precision.bf16 and precision.float64 are both on, but a run has one format; switch one of them off",
-            "precision.bf16",
-            "precision.float64",
-        )
+        formats = ("bf16", "fp16", "float64")
+        are_set = tuple(getattr(self, name) for name in formats)
+        require_at_most_one("precision", formats, are_set, "a run has one format")
         require(
             not (self.accumulate_allreduce_grads_in_fp32 and self.float64),
             "precision.accumulate_allreduce_grads_in_fp32 and precision.float64 are both on, but double-precision "
             "gradients would lose digits in fp32; leave the first out",
             "precision.accumulate_allreduce_grads_in_fp32",
             "precision.float64",
+        )
+        require(
+            not self.grad_reduce_in_bf16 or (self.bf16 and not self.accumulate_allreduce_grads_in_fp32),
+            f"precision.grad_reduce_in_bf16 is on, but needs precision.bf16 (now {_on_off(self.bf16)}) and "
+            "accumulate_allreduce_grads_in_fp32 off or left out; change one of them",
+            "precision.grad_reduce_in_bf16",
+            "precision.bf16",
+            "precision.accumulate_allreduce_grads_in_fp32",
+        )
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        require_above("precision.loss_scale", self.loss_scale, 0)
+        require_above("precision.min_loss_scale", self.min_loss_scale, 0)
+        require_at_least("precision.loss_scale_window", self.loss_scale_window, 1)
+        require_at_least("precision.hysteresis", self.hysteresis, 1)
+        require(
+            self.initial_loss_scale >= self.min_loss_scale,
+            f"precision.initial_loss_scale is {self.initial_loss_scale}, less than precision.min_loss_scale "
+            f"{self.min_loss_scale}; raise it",
+            "precision.initial_loss_scale",
+            "precision.min_loss_scale",
+        )
+        require(
+            self.loss_scale is None or self.fp16,
+            f"precision.loss_scale is {self.loss_scale}, but precision.fp16 is off, and other formats need no scale; "
+            "leave it out",
+            "precision.loss_scale",
+            "precision.fp16",
         )
 
 

@@ -41,6 +41,15 @@ class TrainingConfig:
     eval_iters: int = 100
     """Global batches in one validation; 0 switches validation off."""
 
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Compute activations again in the backward pass, to save memory: those inside attention, or of whole layers."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: all layers in runs of recompute_num_layers, or only the first recompute_num_layers of a stage."""
+
+    recompute_num_layers: int | None = None
+    """Length of a run, or number of layers; see recompute_method."""
+
     exit_interval: int | None = None
     """Save and stop when the iteration is divisible by this number."""
 
@@ -70,7 +79,21 @@ class TrainingConfig:
             "training.train_iters",
             "training.train_samples",
         )
+        self._check_recompute()
         self._check_signal()
+
+    def _check_recompute(self) -> None:
+        require_at_least("training.recompute_num_layers", self.recompute_num_layers, 1)
+        is_full = self.recompute_granularity == "full"
+        for name in ("recompute_method", "recompute_num_layers"):
+            value = getattr(self, name)
+            require(
+                (value is not None) == is_full,
+                f"training.{name} is {value} and training.recompute_granularity is {self.recompute_granularity}, but "
+                "the first belongs to 'full' and is needed there; set both accordingly",
+                f"training.{name}",
+                "training.recompute_granularity",
+            )
 
     def _check_signal(self) -> None:
         usable = sorted(s.name for s in signal.Signals if s.name not in _UNCATCHABLE_SIGNALS)
