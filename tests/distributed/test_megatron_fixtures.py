@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megalite.checkpoint.state import model_state
+from megalite.config.schema import Config
 from megalite.dist_checkpointing.serialization import load
 from megalite.model.gpt import WORD_EMBEDDING
 from megalite.model.transformer import ON_DISK_NAMES
@@ -22,7 +24,7 @@ from megalite.training.context import TrainContext
 from megalite.training.setup import training_run
 from tests.helpers.fixtures import checkpoint_of, fixtures_folder, megatron_fixture, recipe_weight
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.runs import Topology, make_config, run
+from tests.helpers.runs import LLAMA, VPP, Topology, make_config, run
 
 CURVE_STEPS = 20
 
@@ -98,8 +100,8 @@ def test_training_curve_of_megatron(topology: Topology) -> None:
     assert actual.grad_norms == pytest.approx(expected["grad_norm"], abs=1e-5)
 
 
-def _logits(topology: Topology, folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    with training_run(make_config(TINY, topology=topology)) as ctx:
+def _logits(config: Config, folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    with training_run(config) as ctx:
         parallel = ctx.parallel
         request = {"model": model_state(ctx.state)}
         load(
@@ -127,10 +129,24 @@ def _logits(topology: Topology, folder: Path) -> tuple[np.ndarray, np.ndarray] |
         return (results[0], results[1]) if results else None
 
 
-@pytest.mark.parametrize("topology", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
-def test_logits_from_the_files_of_megatron(topology: Topology) -> None:
-    folder = megatron_fixture("gpt2_tp2pp2")
-    results = [result for result in run_on_ranks(prod(topology), _logits, topology, folder) if result is not None]
+ONE, TP2, PP2, TP2PP2 = (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "topology", "changes"),
+    [
+        *(("gpt2_tp2pp2", topology, ()) for topology in (ONE, TP2, PP2, TP2PP2)),
+        *(("llama_tp2pp2", topology, (LLAMA,)) for topology in (ONE, TP2, PP2, TP2PP2)),
+        ("llama_tp2pp2", PP2, (LLAMA, VPP)),
+        ("gpt2_tp2pp2", TP2PP2, (VPP,)),
+    ],
+)
+def test_logits_from_the_files_of_megatron(
+    fixture: str, topology: Topology, changes: tuple[dict[str, dict[str, Any]], ...]
+) -> None:
+    folder = megatron_fixture(fixture)
+    config = make_config(TINY, *changes, topology=topology)
+    results = [result for result in run_on_ranks(prod(topology), _logits, config, folder) if result is not None]
     assert len(results) == topology[0]
     for logits, loss in results:
         np.testing.assert_allclose(logits, np.load(folder / "logits.npy"), atol=1e-5, rtol=0)

@@ -6,24 +6,12 @@ from functools import lru_cache
 
 import pytest
 
-from tests.helpers.runs import RunResult, Topology, make_config, max_difference, run, unequal
+from tests.helpers.runs import LLAMA, RunResult, Topology, make_config, max_difference, run, unequal
 
 FLOAT64 = {"precision": {"float64": True}}
 STEPS = 5
 
 
-LLAMA = {
-    "model": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "untie_embeddings_and_output_weights": True,
-        "ffn_hidden_size": 96,
-    }
-}
 FACES: dict[str, tuple[dict, ...]] = {
     "gpt2": (),
     "llama": (LLAMA,),

@@ -17,6 +17,8 @@ from megalite.training.setup import training_run
 from megalite.training.step import StepOutput
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
+    LLAMA,
+    VPP,
     LocalState,
     Topology,
     global_state,
@@ -89,6 +91,19 @@ def test_same_topology_continues_bit_for_bit(
 TOPOLOGIES: list[Topology] = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 SAVED_AT = 2
 
+Layout = tuple[Topology, bool]
+"""(topology, two virtual stages per rank)"""
+
+LAYOUTS: list[Layout] = [(topology, False) for topology in TOPOLOGIES] + [((1, 2, 1), True), ((2, 2, 1), True)]
+FACES: dict[str, tuple[dict[str, Any], ...]] = {"gpt2": (), "llama": (LLAMA,)}
+
+Saved = dict[Layout, tuple[Path, dict[str, torch.Tensor]]]
+
+
+def _config(face: str, layout: Layout, *changes: dict[str, Any]) -> Config:
+    topology, is_virtual = layout
+    return make_config(*FACES[face], *((VPP,) if is_virtual else ()), *changes, topology=topology)
+
 
 def _train_and_save(config: Config, steps: int) -> LocalState:
     with training_run(config) as ctx:
@@ -96,46 +111,47 @@ def _train_and_save(config: Config, steps: int) -> LocalState:
         return local_state(ctx)
 
 
+@pytest.fixture(scope="module", params=list(FACES))
+def face(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Topology, tuple[Path, dict[str, torch.Tensor]]]:
-    """One checkpoint per topology, with the state that its ranks held."""
+def saved(face: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """One checkpoint per layout, with the state that its ranks held."""
     made = {}
-    for topology in TOPOLOGIES:
+    for layout in LAYOUTS:
         folder = tmp_path_factory.mktemp("saved") / "run"
-        config = make_config(_saving(folder, SAVED_AT), topology=topology)
-        made[topology] = (folder, global_state(run_on_ranks(prod(topology), _train_and_save, config, SAVED_AT)))
+        config = _config(face, layout, _saving(folder, SAVED_AT))
+        made[layout] = (folder, global_state(run_on_ranks(prod(layout[0]), _train_and_save, config, SAVED_AT)))
     return made
 
 
-def _load_each(topology: Topology, folders: Sequence[Path]) -> list[LocalState]:
+def _load_each(configs: Sequence[Config]) -> list[LocalState]:
     states = []
-    for folder in folders:
-        with training_run(make_config({"checkpoint": {"load": str(folder)}}, topology=topology)) as ctx:
+    for config in configs:
+        with training_run(config) as ctx:
             assert ctx.progress.iteration == SAVED_AT
             assert ctx.state.optimizer.num_steps == SAVED_AT
             states.append(local_state(ctx))
     return states
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES, ids=str)
-def test_state_moves_between_topologies(
-    saved: dict[Topology, tuple[Path, dict[str, torch.Tensor]]], target: Topology
-) -> None:
-    folders = [saved[source][0] for source in TOPOLOGIES]
-    ranks = run_on_ranks(prod(target), _load_each, target, folders, timeout=120.0)
-    for index, source in enumerate(TOPOLOGIES):
+@pytest.mark.parametrize("target", LAYOUTS, ids=str)
+def test_state_moves_between_layouts(face: str, saved: Saved, target: Layout) -> None:
+    configs = [_config(face, target, {"checkpoint": {"load": str(saved[source][0])}}) for source in LAYOUTS]
+    ranks = run_on_ranks(prod(target[0]), _load_each, configs, timeout=120.0)
+    for index, source in enumerate(LAYOUTS):
         loaded = global_state([states[index] for states in ranks])
         assert unequal(loaded, saved[source][1]) == [], f"{source} -> {target}"
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES, ids=str)
-def test_losses_go_on_at_another_topology(
-    saved: dict[Topology, tuple[Path, dict[str, torch.Tensor]]], target: Topology
-) -> None:
-    source = TOPOLOGIES[(TOPOLOGIES.index(target) + 3) % len(TOPOLOGIES)]
+@pytest.mark.parametrize("target", LAYOUTS, ids=str)
+def test_losses_go_on_at_another_layout(face: str, saved: Saved, target: Layout) -> None:
+    source = LAYOUTS[(LAYOUTS.index(target) + 3) % len(LAYOUTS)]
     load = {"checkpoint": {"load": str(saved[source][0])}, "training": {"train_iters": 12}}
-    expected = run_on_ranks(prod(source), _losses, make_config(load, topology=source))[0]
-    actual = run_on_ranks(prod(target), _losses, make_config(load, topology=target))[0]
+    expected = run_on_ranks(prod(source[0]), _losses, _config(face, source, load))[0]
+    actual = run_on_ranks(prod(target[0]), _losses, _config(face, target, load))[0]
     assert actual == pytest.approx(expected, abs=1e-5)
 
 
@@ -144,10 +160,8 @@ def _losses(config: Config) -> list[float]:
         return [output.loss for output in run_steps(ctx, 10)]
 
 
-@pytest.mark.parametrize("source", TOPOLOGIES, ids=str)
-def test_plain_dcp_reads_the_files(
-    saved: dict[Topology, tuple[Path, dict[str, torch.Tensor]]], source: Topology
-) -> None:
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_plain_dcp_reads_the_files(saved: Saved, source: Layout) -> None:
     folder, state = saved[source]
     step = iteration_folder(folder, SAVED_AT)
     metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata

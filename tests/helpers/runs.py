@@ -39,6 +39,22 @@ BASE: dict[str, dict[str, Any]] = {
     "logging": {"log_interval": 1, "log_level": "WARNING"},
 }
 
+LLAMA: dict[str, dict[str, Any]] = {
+    "model": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+        "ffn_hidden_size": 96,
+    }
+}
+"""What makes the base configuration a Llama."""
+
+VPP: dict[str, dict[str, Any]] = {"parallel": {"num_virtual_stages_per_pipeline_rank": 2}}
+
 
 def make_config(*changes: dict[str, dict[str, Any]], topology: Topology = (1, 1, 1)) -> Config:
     """Return the base configuration with ``changes`` (section -> key -> value) on top."""
