@@ -134,9 +134,13 @@ def test_random_states_go_round(state: TrainState) -> None:
         "rng_tracker_states",
     }
     expected = torch.rand(3)
+    with state.tracker.fork():
+        forked = torch.rand(3)
     seed_everything(99, ParallelState(), CPU)
     restore_random_states(state.tracker, saved[0])
     assert torch.equal(torch.rand(3), expected)
+    with state.tracker.fork():
+        assert torch.equal(torch.rand(3), forked)
 
 
 class _Pair(Group):
