@@ -26,4 +26,4 @@ def test_every_recipe_is_listed_here():
 def test_recipe_can_be_read_and_started(name, world_sizes):
     config = load_config(FOLDER / name, [])
     assert {size: derive(config, size).num_microbatches for size in world_sizes} == world_sizes
-    assert config.checkpoint.save == Path("runs") / name.removesuffix(".yaml")
+    assert config.checkpoint.save.parts[0] == "runs", "what a recipe writes is kept out of the repository"
