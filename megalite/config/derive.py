@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.batch_schedule import BatchSchedule, batch_schedule
 from megalite.config.checks import require, require_at_least
 from megalite.config.pipeline import StageLayout, layer_layout
 from megalite.config.schema import Config
@@ -30,10 +31,11 @@ class Derived:
     world_size: int
     data_parallel_size: int
     micro_batch_size: int
-    global_batch_size: int
+    batches: BatchSchedule
+    """Global batch size by consumed samples."""
 
-    num_microbatches: int
-    """Forward passes of one data-parallel rank in one iteration."""
+    eval_micro_batch_size: int
+    eval_global_batch_size: int
 
     train_iters: int
 
@@ -61,6 +63,20 @@ class Derived:
     schedule: ScheduleSamples
 
     @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step, at the end where it grows."""
+        return self.batches.last
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward passes of one data-parallel rank in one iteration, at the end where the batch grows."""
+        return self.microbatches_in(self.batches.last)
+
+    def microbatches_in(self, batch_size: int) -> int:
+        """Return the forward passes of one data-parallel rank for a global batch."""
+        return batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
     def num_model_chunks(self) -> int:
         """Chunks of layers on each stage; 1 at PP 1, where more have no meaning."""
         return len(self.layer_layout[0])
@@ -75,22 +91,23 @@ def derive(config: Config, world_size: int) -> Derived:
     check_config(config)
     model, parallel, training = config.model, config.parallel, config.training
     data_parallel_size = _data_parallel_size(config, world_size)
-    global_batch_size = _global_batch_size(config, data_parallel_size)
-    train_iters, train_samples = _run_length(config, global_batch_size)
+    batches = batch_schedule(config, data_parallel_size)
+    train_iters, train_samples = _run_length(config, batches)
     # Gradients follow the weights' format, except that 16 bits would lose most of a long sum.
     precision = config.precision
     in_16_bits = (precision.bf16 or precision.fp16) and precision.accumulate_allreduce_grads_in_fp32 is False
     in_16_bits = in_16_bits or precision.grad_reduce_in_bf16
-    return Derived(
+    derived = Derived(
         world_size=world_size,
         data_parallel_size=data_parallel_size,
         micro_batch_size=training.micro_batch_size,
-        global_batch_size=global_batch_size,
-        num_microbatches=global_batch_size // (training.micro_batch_size * data_parallel_size),
+        batches=batches,
+        eval_micro_batch_size=training.eval_micro_batch_size or training.micro_batch_size,
+        eval_global_batch_size=_eval_global_batch_size(config, batches, data_parallel_size),
         train_iters=train_iters,
         train_samples=train_samples,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        layer_layout=_checked_layout(config, global_batch_size, data_parallel_size),
+        layer_layout=layer_layout(config),
         num_query_groups=model.num_query_groups or model.num_attention_heads,
         ffn_hidden_size=_ffn_hidden_size(config),
         kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
@@ -98,31 +115,40 @@ def derive(config: Config, world_size: int) -> Derived:
         ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel_size),
         accumulate_allreduce_grads_in_fp32=not (in_16_bits or precision.float64),
         vocab_size_multiple=model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size,
-        schedule=schedule_in_samples(config, global_batch_size),
+        schedule=schedule_in_samples(config, batches),
     )
+    if len(batches.steps) == 1:
+        check_batch_sizes(config, derived, 0)
+    return derived
 
 
-def schedule_in_samples(config: Config, global_batch_size: int) -> ScheduleSamples:
-    """Return the schedule counted in samples, as Megatron's OptimizerParamScheduler takes it."""
+def schedule_in_samples(config: Config, batches: BatchSchedule) -> ScheduleSamples:
+    """Return the schedule counted in samples, as Megatron's OptimizerParamScheduler takes it.
+
+    Iterations are turned into samples by the batch sizes that they have, so that a warm-up of 10 iterations ends after
+    10 iterations also where the batch grows.
+    """
     training, optimizer = config.training, config.optimizer
     if training.train_iters is not None:
-        unit, length = global_batch_size, training.train_iters
-        decay, warmup = optimizer.lr_decay_iters, optimizer.lr_warmup_iters
+        length, in_samples = training.train_iters, batches.samples_after
+        decay, warmup = optimizer.lr_decay_iters or length, optimizer.lr_warmup_iters
         wsd_decay = optimizer.lr_wsd_decay_iters
     else:
-        unit, length = 1, training.train_samples
-        decay, warmup = optimizer.lr_decay_samples, optimizer.lr_warmup_samples
+        length, in_samples = training.train_samples, int
+        decay, warmup = optimizer.lr_decay_samples or length, optimizer.lr_warmup_samples
         wsd_decay = optimizer.lr_wsd_decay_samples
-    lr_decay_steps = (decay or length) * unit
+    lr_decay_steps = in_samples(decay)
     has_range = optimizer.start_weight_decay is not None
     return ScheduleSamples(
         # Not rounded: Megatron does not either, and the rates would differ in the last bits.
         lr_warmup_steps=(
-            warmup * unit if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * lr_decay_steps
+            in_samples(warmup)
+            if optimizer.lr_warmup_fraction is None
+            else optimizer.lr_warmup_fraction * lr_decay_steps
         ),
         lr_decay_steps=lr_decay_steps,
-        wsd_decay_steps=None if wsd_decay is None else wsd_decay * unit,
-        wd_incr_steps=length * unit,
+        wsd_decay_steps=None if wsd_decay is None else lr_decay_steps - in_samples(max(0, decay - wsd_decay)),
+        wd_incr_steps=in_samples(length),
         start_wd=optimizer.start_weight_decay if has_range else optimizer.weight_decay,
         end_wd=optimizer.end_weight_decay if has_range else optimizer.weight_decay,
     )
@@ -241,7 +267,7 @@ def _check_schedule_lengths(config: Config) -> None:
     length_key = f"training.train_{unit}"
     decay_key = f"optimizer.lr_decay_{unit}" if getattr(optimizer, f"lr_decay_{unit}") is not None else length_key
     # With a global batch of one, iterations and samples are the same number.
-    schedule = schedule_in_samples(config, global_batch_size=1)
+    schedule = schedule_in_samples(config, BatchSchedule(((0, 1),)))
     warmup, decay, wsd_decay = schedule.lr_warmup_steps, schedule.lr_decay_steps, schedule.wsd_decay_steps
     warmup_key = f"optimizer.lr_warmup_{unit if optimizer.lr_warmup_fraction is None else 'fraction'}"
     require(
@@ -269,20 +295,43 @@ def _check_schedule_lengths(config: Config) -> None:
     )
 
 
-def _checked_layout(config: Config, global_batch_size: int, data_parallel_size: int) -> StageLayout:
-    layout = layer_layout(config)
-    stages, micro_batch_size = len(layout), config.training.micro_batch_size
-    num_microbatches = global_batch_size // (micro_batch_size * data_parallel_size)
+def check_batch_sizes(config: Config, derived: Derived, consumed_samples: int) -> None:
+    """Raise SettingError unless this and all later global batches can be cut over the data-parallel ranks.
+
+    Not a part of ``derive``: a resumed run need not care for sizes that it has left behind.
+    """
+    micro, dp = derived.micro_batch_size, derived.data_parallel_size
+    for total in derived.batches.sizes_from(consumed_samples):
+        _require_divided("training.global_batch_size", total, micro, dp)
+        count, stages = total // (micro * dp), len(derived.layer_layout)
+        require(
+            derived.num_model_chunks == 1 or count % stages == 0,
+            f"a step has {count} micro-batches (global batch {total} / micro_batch_size {micro} / data-parallel size "
+            f"{dp}), which parallel.pipeline_model_parallel_size {stages} does not divide; with virtual stages it has "
+            "to. Change one of them, or use no virtual stages",
+            "training.global_batch_size",
+            "parallel.pipeline_model_parallel_size",
+        )
+
+
+def _eval_global_batch_size(config: Config, batches: BatchSchedule, data_parallel_size: int) -> int:
+    training = config.training
+    total = training.eval_global_batch_size or batches.last
+    if training.eval_interval is not None and training.eval_iters > 0:
+        micro = training.eval_micro_batch_size or training.micro_batch_size
+        _require_divided("training.eval_global_batch_size", total, micro, data_parallel_size)
+    return total
+
+
+def _require_divided(key: str, total: int, micro: int, data_parallel_size: int) -> None:
+    samples_at_once = micro * data_parallel_size
     require(
-        len(layout[0]) == 1 or num_microbatches % stages == 0,
-        f"a step has {num_microbatches} micro-batches (training.global_batch_size {global_batch_size} / "
-        f"micro_batch_size {micro_batch_size} / data-parallel size {data_parallel_size}), which "
-        f"parallel.pipeline_model_parallel_size {stages} does not divide; with virtual stages it has to. Change one of "
-        "them, or use no virtual stages",
-        "training.global_batch_size",
-        "parallel.pipeline_model_parallel_size",
+        total % samples_at_once == 0,
+        f"{key} is {total}, not a multiple of the micro-batch size {micro} x data-parallel size {data_parallel_size} = "
+        f"{samples_at_once}; use {_nearby(total, samples_at_once)}, or change the others",
+        key,
+        "training.micro_batch_size",
     )
-    return layout
 
 
 def _ffn_hidden_size(config: Config) -> int:
@@ -306,33 +355,18 @@ def _data_parallel_size(config: Config, world_size: int) -> int:
     return world_size // (tp * pp)
 
 
-def _global_batch_size(config: Config, data_parallel_size: int) -> int:
-    micro = config.training.micro_batch_size
-    samples_at_once = micro * data_parallel_size
-    total = config.training.global_batch_size
-    if total is None:
-        return samples_at_once
-    require(
-        total % samples_at_once == 0,
-        f"training.global_batch_size is {total}, not a multiple of training.micro_batch_size {micro} x data-parallel "
-        f"size {data_parallel_size} = {samples_at_once}; use {_nearby(total, samples_at_once)}, or change the others",
-        "training.global_batch_size",
-        "training.micro_batch_size",
-    )
-    return total
-
-
-def _run_length(config: Config, global_batch_size: int) -> tuple[int, int]:
+def _run_length(config: Config, batches: BatchSchedule) -> tuple[int, int]:
     iters, samples = config.training.train_iters, config.training.train_samples
     if iters is not None:
-        return iters, iters * global_batch_size
+        return iters, batches.samples_after(iters)
+    first = batches.batch_size(0)
     require(
-        samples >= global_batch_size,
-        f"training.train_samples is {samples}, less than one global batch of {global_batch_size}; raise it, or use "
-        "fewer ranks or a smaller batch",
+        samples >= first,
+        f"training.train_samples is {samples}, less than one global batch of {first}; raise it, or use fewer ranks or "
+        "a smaller batch",
         "training.train_samples",
     )
-    return samples // global_batch_size, samples
+    return batches.iterations_until(samples), samples
 
 
 def _nearby(number: int, factor: int) -> str:

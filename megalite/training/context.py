@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -38,7 +38,9 @@ class TrainContext:
     reporter: Reporter
     profiler: Profiler
     started: float = field(default_factory=time.monotonic)
-    flops_per_iteration: float = 0.0
+    flops_per_sequence: float = 0.0
+    last_batch_size: int | None = None
+    """Global batch of the iteration before; None at the start."""
     last_save: SaveReport | None = None
 
     @property
@@ -59,4 +61,16 @@ class TrainContext:
 
     @property
     def is_finished(self) -> bool:
-        return self.progress.iteration >= self.derived.train_iters
+        if self.config.training.train_iters is not None:
+            return self.progress.iteration >= self.config.training.train_iters
+        return self.progress.consumed_train_samples + self.batch_size > self.derived.train_samples
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the next global batch."""
+        return self.derived.batches.batch_size(self.progress.consumed_train_samples)
+
+    def link_for(self, micro_batch_size: int) -> StageLink:
+        """Return the link to the neighbouring stages for micro-batches of this size."""
+        shape = self.state.chunks[0].module.activation_shape(micro_batch_size)
+        return self.link if shape == self.link.shape else replace(self.link, shape=shape)

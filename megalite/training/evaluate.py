@@ -32,7 +32,7 @@ def evaluate(ctx: TrainContext) -> float | None:
     """
     started = time.perf_counter()
     ctx.state.finish_param_sync()
-    progress, batch_size = ctx.progress, ctx.derived.global_batch_size
+    progress, batch_size = ctx.progress, ctx.derived.eval_global_batch_size
     count, first = ctx.config.training.eval_iters, progress.consumed_valid_samples
     losses: list[float] = []
     _set_training(ctx, False)
@@ -43,7 +43,8 @@ def evaluate(ctx: TrainContext) -> float | None:
                     ctx,
                     ctx.valid_batches,
                     consumed_samples=first + len(losses) * batch_size,
-                    num_microbatches=ctx.derived.num_microbatches,
+                    num_microbatches=batch_size // (ctx.derived.eval_micro_batch_size * ctx.parallel.dp.size),
+                    micro_batch_size=ctx.derived.eval_micro_batch_size,
                     forward_only=True,
                 )
             )

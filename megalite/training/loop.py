@@ -7,7 +7,7 @@ import logging
 from megalite.training.context import TrainContext
 from megalite.training.evaluate import evaluate, is_evaluation_due
 from megalite.training.exit import ExitReason, checkpoint_and_decide_exit, is_stop_requested, save_checkpoint
-from megalite.training.step import StepOutput, train_step
+from megalite.training.step import StepOutput, skip_step, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,12 @@ def train(ctx: TrainContext) -> ExitReason:
         return ExitReason.SIGNAL
     while not ctx.is_finished:
         ctx.profiler.before_iteration(ctx.progress.iteration)
-        step = train_step(ctx)
+        save_before_batch_grows(ctx)
+        if ctx.progress.iteration + 1 in ctx.config.training.iterations_to_skip:
+            step = skip_step(ctx)
+            ctx.progress.skipped_train_samples += step.batch_size
+        else:
+            step = train_step(ctx)
         advance(ctx, step)
         ctx.reporter.iteration(ctx.progress, step)
         if is_evaluation_due(ctx):
@@ -31,11 +36,19 @@ def train(ctx: TrainContext) -> ExitReason:
     return ExitReason.FINISHED
 
 
+def save_before_batch_grows(ctx: TrainContext) -> None:
+    """Save the last iteration with a smaller batch: more micro-batches may need memory that is not there."""
+    if ctx.last_batch_size is not None and ctx.batch_size != ctx.last_batch_size:
+        logger.info("the global batch grows from %d to %d", ctx.last_batch_size, ctx.batch_size)
+        save_checkpoint(ctx)
+
+
 def advance(ctx: TrainContext, step: StepOutput) -> None:
     """Count an iteration. A skipped update has consumed its samples all the same."""
     progress = ctx.progress
     progress.iteration += 1
-    progress.consumed_train_samples += ctx.derived.global_batch_size
-    progress.num_floating_point_operations_so_far += ctx.flops_per_iteration
+    ctx.last_batch_size = step.batch_size
+    progress.consumed_train_samples += step.batch_size
+    progress.num_floating_point_operations_so_far += ctx.flops_per_sequence * step.batch_size
     if not step.updated:
         progress.skipped_iterations += 1

@@ -22,13 +22,14 @@ class Reporter:
     """
 
     def __init__(
-        self, parallel: ParallelState, sinks: Sequence[Sink], log_interval: int, train_iters: int, tokens_per_step: int
+        self, parallel: ParallelState, sinks: Sequence[Sink], log_interval: int, train_iters: int, seq_length: int
     ) -> None:
         self.parallel = parallel
         self.sinks = list(sinks)
         self.log_interval = log_interval
         self.train_iters = train_iters
-        self.tokens_per_step = tokens_per_step
+        self.seq_length = seq_length
+        self._tokens = 0
         self._interval_started = time.perf_counter()
         self._paused = 0.0
         self._iterations = 0
@@ -44,14 +45,15 @@ class Reporter:
         Due are every ``log_interval``-th, the first after a start, which shows how a resumed run goes on, and the last.
         """
         self._iterations += 1
+        self._tokens += step.batch_size * self.seq_length
         is_due = self._is_first or progress.iteration % self.log_interval == 0
         if not is_due and progress.iteration != self.train_iters:
             return
         self._is_first = False
         now = time.perf_counter()
-        seconds = max(now - self._interval_started - self._paused, 1e-9) / self._iterations
-        self._interval_started, self._paused, self._iterations = now, 0.0, 0
-        tokens_per_s = self.tokens_per_step / seconds
+        elapsed = max(now - self._interval_started - self._paused, 1e-9)
+        seconds, tokens_per_s = elapsed / self._iterations, self._tokens / elapsed
+        self._interval_started, self._paused, self._iterations, self._tokens = now, 0.0, 0, 0
         logger.info(
             "iteration %8d/%8d | loss %.6f | lr %.3e | grad norm %.3f | %.1f ms | %s tok/s | skipped %d",
             progress.iteration,

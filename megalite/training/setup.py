@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.load import LoadDecision, LoadMode, load_checkpoint, read_common
+from megalite.checkpoint.load import LoadDecision, LoadMode, load_checkpoint, read_common, saved_progress
 from megalite.checkpoint.manager import CheckpointManager
 from megalite.checkpoint.state import TrainProgress, TrainState, readable_copies
-from megalite.config.derive import Derived, derive
+from megalite.config.derive import Derived, check_batch_sizes, derive
 from megalite.config.loader import dump_config
 from megalite.config.schema import Config
 from megalite.data.build import Datasets, build_datasets
@@ -107,8 +107,10 @@ def _build(
     common = {} if decision is None else read_common(decision, parallel.world)
     tokenizer, vocab_size = _tokenizer(config)
     state = build_state(config, derived, parallel, device, vocab_size)
+    start = _start_of(decision, common)
+    check_batch_sizes(config, derived, start.consumed_train_samples)
     with failing_together(parallel.world, "opening the data"):
-        datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common))
+        datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common), start)
     state.index_sizes = datasets.index_sizes
     reporter = _reporter(config, derived, parallel)
     ctx = TrainContext(
@@ -128,7 +130,7 @@ def _build(
         exit_signal=exit_signal,
         reporter=reporter,
         profiler=Profiler(config.profiling, parallel.world.rank),
-        flops_per_iteration=_flops_per_iteration(config, derived, vocab_size),
+        flops_per_sequence=_flops_per_sequence(config, derived, vocab_size),
     )
     _announce(ctx)
     if decision is not None:
@@ -273,6 +275,13 @@ def _tokenizer(config: Config) -> tuple[Tokenizer, int]:
     return tokenizer, given or tokenizer.vocab_size
 
 
+def _start_of(decision: LoadDecision | None, common: Mapping[str, Any]) -> TrainProgress:
+    """Return the progress that the run starts with."""
+    if decision is None or decision.mode is LoadMode.WEIGHTS:
+        return TrainProgress()
+    return saved_progress(common)
+
+
 def _index_sizes(decision: LoadDecision | None, common: Mapping[str, Any]) -> Mapping[str, list[int]]:
     """Return the sizes the data order was defined for: a resumed run keeps them, a new run has none."""
     if decision is None or decision.mode is LoadMode.WEIGHTS:
@@ -280,14 +289,21 @@ def _index_sizes(decision: LoadDecision | None, common: Mapping[str, Any]) -> Ma
     return common.get("megalite", {}).get("index_sizes", {})
 
 
-def _num_samples(config: Config, derived: Derived) -> dict[str, int]:
-    """Return how many samples each split is asked for over the whole run."""
+def _num_samples(config: Config, derived: Derived, progress: TrainProgress) -> dict[str, int]:
+    """Return how many samples each split is asked for over the whole run, from where it stands."""
     training = config.training
-    valid = 0
+    train, valid = derived.train_samples, 0
+    if training.train_iters is not None:
+        # From the samples consumed so far: batches may have had another size before a resume.
+        left = max(0, training.train_iters - progress.iteration)
+        train = derived.batches.samples_after(left, progress.consumed_train_samples)
     if training.eval_interval is not None and training.eval_iters > 0:
-        validations = derived.train_iters // training.eval_interval + 1
-        valid = validations * training.eval_iters * derived.global_batch_size
-    return {"train": derived.train_samples, "valid": valid}
+        interval = training.eval_interval
+        validations = derived.train_iters // interval + 1 - progress.iteration // interval
+        valid = progress.consumed_valid_samples + (
+            max(1, validations) * training.eval_iters * derived.eval_global_batch_size
+        )
+    return {"train": train, "valid": valid}
 
 
 def _datasets(
@@ -296,13 +312,14 @@ def _datasets(
     tokenizer: Tokenizer,
     vocab_size: int,
     index_sizes: Mapping[str, list[int]],
+    progress: TrainProgress,
 ) -> Datasets:
     data = config.data
     return build_datasets(
         data_path=data.data_path,
         mock_data=data.mock_data,
         split=data.split,
-        num_samples=_num_samples(config, derived),
+        num_samples=_num_samples(config, derived, progress),
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         tokenizer=tokenizer,
@@ -352,8 +369,7 @@ def _reporter(config: Config, derived: Derived, parallel: ParallelState) -> Repo
                 sinks.append(JsonlSink(save / "metrics.jsonl"))
             if config.logging.tensorboard_dir is not None:
                 sinks.append(TensorBoardSink(config.logging.tensorboard_dir))
-    tokens = derived.global_batch_size * config.model.seq_length
-    return Reporter(parallel, sinks, config.logging.log_interval, derived.train_iters, tokens)
+    return Reporter(parallel, sinks, config.logging.log_interval, derived.train_iters, config.model.seq_length)
 
 
 def _readable_copies(state: TrainState, tokenizer: Tokenizer) -> Callable[[], dict[Path, bytes]]:
@@ -362,12 +378,14 @@ def _readable_copies(state: TrainState, tokenizer: Tokenizer) -> Callable[[], di
     return lambda: readable_copies(state, config_text, description)
 
 
-def _flops_per_iteration(config: Config, derived: Derived, vocab_size: int) -> float:
-    return derived.global_batch_size * training_flops_per_sequence(
+def _flops_per_sequence(config: Config, derived: Derived, vocab_size: int) -> float:
+    return training_flops_per_sequence(
         num_layers=config.model.num_layers,
         hidden_size=config.model.hidden_size,
         ffn_hidden_size=derived.ffn_hidden_size,
         attention_width=config.model.num_attention_heads * derived.kv_channels,
+        key_value_width=derived.num_query_groups * derived.kv_channels,
+        is_gated=config.model.swiglu,
         seq_length=config.model.seq_length,
         vocab_rows=derived.padded_vocab_size(vocab_size),
     )

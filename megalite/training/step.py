@@ -30,19 +30,23 @@ class StepOutput:
     grad_norm: float
     """Before clipping."""
     updated: bool
+    batch_size: int
+    """Sequences in the global batch."""
     loss_scale: float = 1.0
 
 
 def train_step(ctx: TrainContext) -> StepOutput:
     """Do one update from the next global batch. Collective over all ranks."""
     state = ctx.state
+    batch_size = ctx.batch_size
     for chunk in state.chunks:
         chunk.zero_gradients()
     loss = forward_backward(
         ctx,
         ctx.train_batches,
         consumed_samples=ctx.progress.consumed_train_samples,
-        num_microbatches=ctx.derived.num_microbatches,
+        num_microbatches=ctx.derived.microbatches_in(batch_size),
+        micro_batch_size=ctx.derived.micro_batch_size,
     )
     scaler = state.optimizer.grad_scaler
     scale = scaler.scale
@@ -57,13 +61,18 @@ def train_step(ctx: TrainContext) -> StepOutput:
     if check and not outcome.updated:
         raise NumericsError(_not_finite("gradient norm", outcome.grad_norm, ctx))
     if outcome.updated:
-        state.scheduler.step(ctx.derived.global_batch_size)
-    return StepOutput(loss, lr, outcome.grad_norm, outcome.updated, loss_scale=scale)
+        state.scheduler.step(batch_size)
+    return StepOutput(loss, lr, outcome.grad_norm, outcome.updated, batch_size, loss_scale=scale)
+
+
+def skip_step(ctx: TrainContext) -> StepOutput:
+    """Consume the next global batch without looking at it (``iterations_to_skip``)."""
+    return StepOutput(math.nan, ctx.state.scheduler.lr, math.nan, updated=False, batch_size=ctx.batch_size)
 
 
 def _not_finite(what: str, value: float, ctx: TrainContext) -> str:
     progress = ctx.progress
-    last = progress.consumed_train_samples + ctx.derived.global_batch_size
+    last = progress.consumed_train_samples + ctx.batch_size
     return (
         f"the {what} of iteration {progress.iteration + 1} (samples {progress.consumed_train_samples} to {last - 1}) "
         f"is {value}; nothing was updated and nothing is saved. Lower optimizer.lr, look at these samples, or resume "
@@ -77,6 +86,7 @@ def forward_backward(
     *,
     consumed_samples: int,
     num_microbatches: int,
+    micro_batch_size: int,
     forward_only: bool = False,
 ) -> float:
     """Run micro-batches through the model and return their mean loss, on every rank. Collective over all ranks.
@@ -86,9 +96,11 @@ def forward_backward(
     if batches is not None:
         batches.set_position(consumed_samples)
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    forward_step = _make_forward_step(ctx, batches, consumed_samples, num_microbatches, total)
+    place = (micro_batch_size, ctx.parallel.dp.rank, ctx.parallel.dp.size)
+    forward_step = _make_forward_step(ctx, batches, consumed_samples, num_microbatches, place, total)
     gradients = None if forward_only else ctx.state.chunks
-    run_schedule(forward_step, num_microbatches, ctx.link, gradients, num_chunks=len(ctx.state.chunks))
+    link = ctx.link_for(micro_batch_size)
+    run_schedule(forward_step, num_microbatches, link, gradients, num_chunks=len(ctx.state.chunks))
     # The last stage has the sum of its micro-batches; zeros elsewhere along pp.
     ctx.parallel.pp.all_reduce(total)
     ctx.parallel.dp_cp.all_reduce(total)
@@ -96,21 +108,33 @@ def forward_backward(
 
 
 def _make_forward_step(
-    ctx: TrainContext, batches: BatchLoader | None, consumed_samples: int, num_microbatches: int, total: torch.Tensor
+    ctx: TrainContext,
+    batches: BatchLoader | None,
+    consumed_samples: int,
+    num_microbatches: int,
+    place: tuple[int, int, int],
+    total: torch.Tensor,
 ) -> Callable[[int, int, torch.Tensor | None], torch.Tensor]:
-    parallel = ctx.parallel
-    place = (ctx.derived.micro_batch_size, parallel.dp.rank, parallel.dp.size)
+    """Return the forward of a micro-batch; ``place`` is (micro-batch size, dp rank, dp size), ``total`` sums losses."""
+    fetched: dict[int, dict[str, torch.Tensor]] = {}
+
+    def fetch(index: int, chunk: int) -> dict[str, torch.Tensor]:
+        # The first chunk sees the micro-batches in order; later chunks see each of them again.
+        if batches is not None and index not in fetched:
+            fetched[index] = _to_device(next(batches), ctx.device)
+        is_last_use = chunk == len(ctx.state.chunks) - 1
+        return fetched.pop(index, {}) if is_last_use else fetched.get(index, {})
 
     def forward_step(index: int, chunk: int, stage_input: torch.Tensor | None) -> torch.Tensor:
         model = ctx.state.chunks[chunk].module
         # Every stage knows which samples these are without being told: they follow from the progress.
         context = DropoutContext(tuple(sample_indices(consumed_samples, index, *place)))
-        needs_data = model.chunk.is_first or model.chunk.is_last
-        batch = _to_device(next(batches), ctx.device) if needs_data else {}
+        batch = fetch(index, chunk)
         inputs = {name: batch[name] for name in ("tokens", "position_ids") if model.chunk.is_first}
+        inputs |= {"stage_input": stage_input, "document_ids": batch.get("document_ids")}
         if not model.chunk.is_last:
-            return model(context, stage_input=stage_input, **inputs)
-        loss_BS = model(context, stage_input=stage_input, labels=batch["labels"], **inputs)
+            return model(context, **inputs)
+        loss_BS = model(context, labels=batch["labels"], **inputs)
         mask_BS = batch["loss_mask"].to(loss_BS.dtype)
         loss = (loss_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
         total.add_(loss.detach())

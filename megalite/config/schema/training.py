@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,17 @@ class TrainingConfig:
     """Samples in one optimizer step; left out, micro_batch_size x data-parallel size. Set it, and the run does not
     change with the number of ranks."""
 
+    rampup_batch_size: list[int] | None = None
+    """Start, increment and samples: the global batch grows in equal steps from start to global_batch_size over that
+    many samples."""
+
+    step_batch_size_schedule: str | None = None
+    """Global batch sizes from given numbers of tokens on, such as "0:768 250B:1536"; takes the place of
+    global_batch_size."""
+
+    iterations_to_skip: list[int] = field(default_factory=list)
+    """Iterations whose data is consumed without an update, to get around bad samples."""
+
     train_iters: int | None = None
     """Length of the run in iterations. Exactly one of train_iters and train_samples is given."""
 
@@ -40,6 +51,16 @@ class TrainingConfig:
 
     eval_iters: int = 100
     """Global batches in one validation; 0 switches validation off."""
+
+    eval_micro_batch_size: int | None = None
+    """Samples in one forward pass of a validation; left out, micro_batch_size."""
+
+    eval_global_batch_size: int | None = None
+    """Samples in one of the eval_iters batches of a validation; left out, the last global batch size."""
+
+    full_validation: bool = False
+    """Validate on the whole validation split each time, from its start, instead of on the next eval_iters batches.
+    Samples that do not fill the last batch are left out."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
     """Compute activations again in the backward pass, to save memory: those inside attention, or of whole layers."""
@@ -79,8 +100,33 @@ class TrainingConfig:
             "training.train_iters",
             "training.train_samples",
         )
+        self._check_batches()
         self._check_recompute()
         self._check_signal()
+
+    def _check_batches(self) -> None:
+        for name in ("eval_micro_batch_size", "eval_global_batch_size"):
+            require_at_least(f"training.{name}", getattr(self, name), 1)
+        ramp = self.rampup_batch_size
+        require(
+            ramp is None or (len(ramp) == 3 and min(ramp) >= 1),
+            f"training.rampup_batch_size is {ramp}, but takes three numbers above 0: start, increment, samples",
+            "training.rampup_batch_size",
+        )
+        require(
+            ramp is None or self.global_batch_size is not None,
+            f"training.rampup_batch_size is {ramp}, but training.global_batch_size, where it ends, is not set; set it",
+            "training.rampup_batch_size",
+            "training.global_batch_size",
+        )
+        names = ("global_batch_size", "step_batch_size_schedule")
+        are_set = tuple(getattr(self, name) is not None for name in names)
+        require_at_most_one("training", names, are_set, "both say how large the global batch is")
+        require(
+            all(iteration >= 1 for iteration in self.iterations_to_skip),
+            f"training.iterations_to_skip is {self.iterations_to_skip}, but iterations count from 1; correct it",
+            "training.iterations_to_skip",
+        )
 
     def _check_recompute(self) -> None:
         require_at_least("training.recompute_num_layers", self.recompute_num_layers, 1)
