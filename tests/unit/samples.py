@@ -15,7 +15,7 @@ from megalite.checkpoint.state import TrainState
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.model.gpt import GPTModel
-from megalite.model.module import Placement, TransformerConfig
+from megalite.model.module import ModelChunk, Placement, TransformerConfig
 from megalite.parallel.random import CudaRNGStatesTracker, Dropout
 from megalite.parallel.state import ParallelState
 from megalite.training.setup import build_state
@@ -56,6 +56,7 @@ def transformer_config(**changes: Any) -> TransformerConfig:
         "hidden_size": 16,
         "ffn_hidden_size": 24,
         "num_attention_heads": 4,
+        "num_query_groups": 4,
         "kv_channels": 6,
         "seq_length": 8,
         "max_position_embeddings": 10,
@@ -68,10 +69,40 @@ def transformer_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**(values | changes))
 
 
-def build_model(config: TransformerConfig, parallel: ParallelState | None = None, dropout: Any = None) -> GPTModel:
-    """Return a model with start values of seed 7."""
+LLAMA = {
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+"""What makes the GPT above a Llama."""
+
+
+def model_chunk(num_layers: int, parallel: ParallelState, index: int = 0, count: int = 1) -> ModelChunk:
+    """Return chunk ``index`` of the ``count`` of a stage, with the layers spread evenly."""
+    pp = parallel.pp
+    layers = num_layers // (pp.size * count)
+    return ModelChunk(
+        first_layer=(index * pp.size + pp.rank) * layers,
+        num_layers=layers,
+        is_first=pp.is_first and index == 0,
+        is_last=pp.is_last and index == count - 1,
+    )
+
+
+def build_model(
+    config: TransformerConfig,
+    parallel: ParallelState | None = None,
+    dropout: Any = None,
+    chunk: ModelChunk | None = None,
+) -> GPTModel:
+    """Return a model with start values of seed 7; without ``chunk`` all that the stage has."""
+    parallel = parallel or ParallelState()
     source = Dropout(CudaRNGStatesTracker()) if dropout is None else dropout
-    model = GPTModel(config, Placement(parallel or ParallelState(), source, CPU))
+    chunk = chunk or model_chunk(config.num_layers, parallel)
+    model = GPTModel(config, Placement(parallel, source, CPU), chunk)
     model.initialize(7)
     return model
 
@@ -98,6 +129,12 @@ def train_state(config: Config, parallel: ParallelState | None = None) -> TrainS
     """Return the state of a run that has not started."""
     parallel = parallel or ParallelState()
     return build_state(config, derive(config, parallel.world.size), parallel, CPU, config.model.vocab_size)
+
+
+def only_model(state: TrainState) -> GPTModel:
+    """Return the model of a run that is not cut into chunks."""
+    (chunk,) = state.chunks
+    return chunk.module
 
 
 def fill(state: TrainState, seed: int) -> None:

@@ -27,7 +27,7 @@ from megalite.checkpoint.state import TrainProgress, TrainState, common_state
 from megalite.config.schema import CheckpointConfig
 from megalite.utils.dist import SINGLE
 from megalite.utils.errors import CheckpointError
-from tests.unit.samples import fill, place, small_config, train_state
+from tests.unit.samples import fill, only_model, place, small_config, train_state
 
 RESUME, START, WEIGHTS = LoadMode.RESUME, LoadMode.START_FROM, LoadMode.WEIGHTS
 ALL = ("optimizer", "scheduler", "random states", "progress")
@@ -161,7 +161,7 @@ def _saved(folder: Path, **checkpoint: Any) -> tuple[TrainState, LoadDecision]:
 
 def _tensors(state: TrainState) -> list[torch.Tensor]:
     optimizer = [tensor.clone() for _, _, tensor in state.optimizer.state_tensors()]
-    return [p.detach().clone() for p in state.model.parameters()] + optimizer
+    return [p.detach().clone() for p in only_model(state).parameters()] + optimizer
 
 
 def _load(state: TrainState, decision: LoadDecision) -> LoadReport:
@@ -203,7 +203,9 @@ def test_weights_alone_start_a_new_run(tmp_path: Path, bf16: bool) -> None:
     run = train_state(saved.config)
     run_id, states = run.run_id, run.tracker.get_states()
     report = _load(run, LoadDecision(tmp_path / "iter_0000005", 5, WEIGHTS))
-    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), saved.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(only_model(state).parameters() for state in (run, saved)), strict=True)
+    )
     for piece, word, tensor in run.optimizer.state_tensors():
         # Masters follow the loaded weights, moments are fresh.
         expected = piece.values.float() if word == "param" else torch.zeros_like(tensor)

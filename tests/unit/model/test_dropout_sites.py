@@ -28,6 +28,8 @@ class _Call:
 class _RecordingDropout:
     """Drops nothing and notes what it was asked for."""
 
+    tracker = None
+
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
@@ -36,7 +38,13 @@ class _RecordingDropout:
         return x
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float, context: DropoutContext
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        p: float,
+        context: DropoutContext,
+        document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.append(_Call(context, p, None))
         return v

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from megalite.model.gpt import GPTModel, stage_layers
+from megalite.model.gpt import GPTModel
 from megalite.parallel.random import DropoutContext
-from tests.unit.samples import build_model, place, transformer_config
+from tests.unit.samples import build_model, model_chunk, place, transformer_config
 
 CONFIG = transformer_config(norm_epsilon=1e-3)
 CONTEXT = DropoutContext((0, 1))
@@ -107,18 +108,30 @@ def test_stages_one_after_the_other_are_the_whole_model(size: int) -> None:
     assert torch.equal(x, whole(CONTEXT, labels=LABELS, **_inputs()))
 
 
-def test_layers_are_spread_evenly() -> None:
-    assert [stage_layers(8, 4, rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 2), (6, 2)]
-    assert stage_layers(5, 1, 0) == (0, 5)
+def test_chunks_one_after_the_other_are_the_whole_model() -> None:
+    config = transformer_config(num_layers=4)
+    x = None
+    for index, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        parallel = place(pp=(2, rank))
+        chunk = model_chunk(4, parallel, index, count=2)
+        stage = build_model(config, parallel, chunk=chunk)
+        assert (stage.embedding is not None) == ((index, rank) == (0, 0))
+        inputs = _inputs() if chunk.is_first else {}
+        x = stage(CONTEXT, stage_input=x, labels=LABELS if chunk.is_last else None, **inputs)
+    assert torch.equal(x, build_model(config)(CONTEXT, labels=LABELS, **_inputs()))
 
 
-def test_names_are_those_of_the_whole_model() -> None:
-    whole = [name for name, _ in build_model(transformer_config(num_layers=4)).named_parameters()]
+@pytest.mark.parametrize("count", [1, 2])
+def test_names_are_those_of_the_whole_model(count: int) -> None:
+    config = transformer_config(num_layers=4)
+    whole = [name for name, _ in build_model(config).named_parameters()]
     names: list[str] = []
-    for rank in range(2):
-        stage = build_model(transformer_config(num_layers=4), place(pp=(2, rank)))
-        names += [stage.global_name(name) for name, _ in stage.named_parameters()]
-    assert names == [*whole, "embedding.word_embeddings.weight"]
+    for index, rank in itertools.product(range(count), range(2)):
+        parallel = place(pp=(2, rank))
+        stage = build_model(config, parallel, chunk=model_chunk(4, parallel, index, count))
+        names += [name for name, _ in stage.named_parameters()]
+    # The second copy of the tied table has a name of its own.
+    assert names == [*whole, "output_layer.weight"]
 
 
 @pytest.mark.parametrize(("sequence_parallel", "rows"), [(False, 8), (True, 4)])

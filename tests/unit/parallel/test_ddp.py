@@ -127,7 +127,7 @@ def _finalized(parallel: ParallelState, marks: ParameterTraits) -> tuple[float, 
 
 def test_gradients_of_a_part_of_the_sequence_are_added_up_over_tp() -> None:
     parallel = ParallelState(tp=_Doubling((0, 1), 0, None))
-    assert _finalized(parallel, ParameterTraits(sequence_parallel=True)) == (2.0, 1.0)
+    assert _finalized(parallel, ParameterTraits(sums_over_tp=True)) == (2.0, 1.0)
     assert _finalized(parallel, ParameterTraits()) == (1.0, 1.0)
 
 

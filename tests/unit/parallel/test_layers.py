@@ -20,7 +20,9 @@ from tests.unit.samples import axis, on_threads
 
 def test_an_unmarked_parameter_is_whole_and_not_shared() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    assert traits(parameter) == ParameterTraits(None, None, False, False, False)
+    assert traits(parameter) == ParameterTraits(
+        tp_axis=None, tp_blocks=1, init_std=None, sums_over_tp=False, shared_embedding=False, is_copy=False
+    )
     assert mark(parameter, ParameterTraits(tp_axis=1)) is parameter
     assert traits(parameter).tp_axis == 1
 
@@ -40,7 +42,7 @@ def test_weights_are_cut_and_say_so(
     assert (traits(layer.weight).tp_axis, traits(layer.bias).tp_axis) == axes
     assert traits(layer.weight).init_std == 0.5 and not layer.bias.any()
     # A bias that every rank holds whole sees its part of the sequence only.
-    assert traits(layer.bias).sequence_parallel == (kind is RowParallelLinear)
+    assert traits(layer.bias).sums_over_tp == (kind is RowParallelLinear)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])

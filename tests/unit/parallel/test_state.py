@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megalite.parallel import state
+from megalite.parallel.p2p import Channel
 from megalite.parallel.state import AXES, ParallelState, rank_groups
 from megalite.utils.dist import Group
 from megalite.utils.errors import ConfigError
@@ -74,7 +75,7 @@ def grid(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ParallelState, 
 
         def new_group(ranks: list[int], timeout: timedelta) -> str:
             made.append(tuple(ranks))
-            return f"group {ranks}"
+            return f"group {len(made)} of {ranks}"
 
         monkeypatch.setattr(state, "world_group", lambda: Group(tuple(range(world)), rank, None))
         monkeypatch.setattr(state.dist, "new_group", new_group)
@@ -128,6 +129,15 @@ def test_embedding_group_of_short_pipelines(grid: Callable) -> None:
     assert alone.embedding == Group((3,))
     pair, _ = grid(4, 3, pipeline_model_parallel_size=2)
     assert pair.embedding is pair.pp and pair.pp.ranks == (1, 3)
+
+
+def test_each_direction_of_travel_has_a_group_of_its_own(grid: Callable) -> None:
+    parallel, made = grid(4, 3, pipeline_model_parallel_size=2)
+    handles = [*parallel.channels.values(), parallel.pp.handle]
+    assert set(parallel.channels) == set(Channel) and len(set(handles)) == 5
+    assert all(str(handle).endswith("of [1, 3]") for handle in handles)
+    assert made.count((0, 2)) == made.count((1, 3)) == 5, "every rank makes the groups of every pipeline"
+    assert grid(4, 3)[0].channels == {}
 
 
 def test_ranks_that_cannot_be_divided_are_refused(grid: Callable) -> None:
