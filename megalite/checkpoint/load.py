@@ -219,15 +219,21 @@ def _random_states_do_not_fit(common: Mapping[str, Any], run: TrainState) -> str
 
 _SHAPE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "seq_length")
 _SHAPE_KEYS_OF_WEIGHTS = _SHAPE_KEYS[:-1] + ("max_position_embeddings",)
+_KIND_KEYS = ("position_embedding_type", "normalization", "swiglu")
 
 
 def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: LoadMode) -> None:
     """Raise ``CheckpointError`` listing every number of the model that differs from the checkpoint's."""
-    args = vars(common["args"])
+    args = _model_arguments(common)
     derived, model = run.derived, run.config.model
-    now = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")}
-    now |= {name: getattr(derived, name) for name in ("ffn_hidden_size", "kv_channels", "max_position_embeddings")}
-    compared = _SHAPE_KEYS_OF_WEIGHTS + (() if mode is LoadMode.WEIGHTS else ("seq_length",))
+    of_derived = ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "num_query_groups")
+    compared = (*_SHAPE_KEYS_OF_WEIGHTS, "num_query_groups", *_KIND_KEYS)
+    if mode is not LoadMode.WEIGHTS:
+        compared += ("seq_length",)
+        # Angles leave no trace in the tensors, so that another base would go unnoticed. Weights alone may be trained on
+        # with another one, to reach longer samples.
+        compared += ("rotary_base", "rotary_percent") if model.position_embedding_type == "rope" else ()
+    now = {name: getattr(derived if name in of_derived else model, name) for name in compared}
     different = [
         f"{name} is {args[name]} in the checkpoint and {now[name]} in this run"
         for name in compared
@@ -241,6 +247,15 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
             f"{folder} does not fit the model: {'; '.join(different)}. Set the model section to the checkpoint's "
             "values, or train the changed model in a new checkpoint.save folder."
         )
+
+
+def _model_arguments(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint's arguments, with the number of query groups that was in force."""
+    args = dict(vars(common["args"]))
+    if not args.get("group_query_attention"):
+        # Megatron's argument has a default, 1, that counts for nothing then.
+        args["num_query_groups"] = args.get("num_attention_heads")
+    return args
 
 
 def read_common(decision: LoadDecision, group: Group) -> dict[str, Any]:

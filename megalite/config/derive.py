@@ -195,6 +195,18 @@ def _check_model(config: Config) -> None:
         "model.num_query_groups",
         "parallel.tensor_model_parallel_size",
     )
+    width = model.kv_channels or model.hidden_size // model.num_attention_heads
+    rows = (model.num_attention_heads + 2 * groups) * width
+    require(
+        # Only where a group lies on several ranks; else whole groups do.
+        rows % tp == 0,
+        f"the query, key and value projection has {rows} rows: (model.num_attention_heads {model.num_attention_heads} "
+        f"+ 2 x model.num_query_groups {groups}) x model.kv_channels {width}, which "
+        f"parallel.tensor_model_parallel_size {tp} does not divide; change one of them",
+        "model.num_query_groups",
+        "model.kv_channels",
+        "parallel.tensor_model_parallel_size",
+    )
     require(
         _ffn_hidden_size(config) > 0,
         f"model.hidden_size is {model.hidden_size}, too small for swiglu's default inner width; set "

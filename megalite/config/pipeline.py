@@ -22,12 +22,13 @@ def num_model_chunks(config: Config) -> int:
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     if per_chunk is None:
         return parallel.num_virtual_stages_per_pipeline_rank or 1
-    layers = config.model.num_layers
+    layers, extra = _counted_layers(config)
     key = "parallel.num_layers_per_virtual_pipeline_stage"
     require(
         layers % stages == 0 and layers // stages % per_chunk == 0,
-        f"{key} is {per_chunk}, which does not divide the layers of a stage ({layers} over {stages} stages); change "
-        "it, or give num_virtual_stages_per_pipeline_rank",
+        f"{key} is {per_chunk}, which does not divide the layers of a stage (model.num_layers "
+        f"{config.model.num_layers}{extra} over {stages} stages); change it, or give "
+        "num_virtual_stages_per_pipeline_rank",
         key,
         "model.num_layers",
         _PP,
@@ -61,10 +62,7 @@ def _counts(config: Config, stages: int, chunks: int) -> list[list[int]]:
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         return _uneven(layers, stages, chunks, first, last)
-    embedding = int(parallel.account_for_embedding_in_pipeline_split)
-    loss = int(parallel.account_for_loss_in_pipeline_split)
-    total = layers + embedding + loss
-    extra = f" with {embedding + loss} more for embedding and loss" if embedding + loss else ""
+    total, extra = _counted_layers(config)
     require(
         total % stages == 0,
         f"model.num_layers is {layers}{extra}, which {_PP} {stages} does not divide; change one of them, or fix the "
@@ -75,15 +73,24 @@ def _counts(config: Config, stages: int, chunks: int) -> list[list[int]]:
     per_stage = total // stages
     _require_chunks(per_stage, chunks, "the layers of a stage")
     counts = [[per_stage // chunks] * chunks for _ in range(stages)]
-    counts[0][0] -= embedding
-    counts[-1][-1] -= loss
+    counts[0][0] -= parallel.account_for_embedding_in_pipeline_split
+    counts[-1][-1] -= parallel.account_for_loss_in_pipeline_split
     return counts
+
+
+def _counted_layers(config: Config) -> tuple[int, str]:
+    """Return what is spread evenly: the layers, with the ends that count as one; and words about the ends."""
+    parallel = config.parallel
+    ends = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    total = config.model.num_layers + ends
+    return total, f" ({total} with the ends that count as a layer)" if ends else ""
 
 
 def _uneven(layers: int, stages: int, chunks: int, first: int | None, last: int | None) -> list[list[int]]:
     middle_stages = stages - (first is not None) - (last is not None)
     middle = layers - (first or 0) - (last or 0)
-    fits = middle >= 0 and (middle % middle_stages == 0 if middle_stages else middle == 0)
+    # A stage between the ends has nothing but its layers, so it needs one.
+    fits = middle > 0 and middle % middle_stages == 0 if middle_stages else middle == 0
     require(
         fits,
         f"model.num_layers is {layers}; after {_FIRST} {first} and {_LAST} {last} there are {middle} layers for the "

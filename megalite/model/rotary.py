@@ -13,7 +13,7 @@ class RotaryEmbedding:
     """Turns [S, B, N, D] tensors whose row s is position s; the angles are kept per device and dtype."""
 
     def __init__(self, head_size: int, percent: float, base: float) -> None:
-        self.width = int(head_size * percent) // 2 * 2
+        self.width = int(head_size * percent)
         self.base = base
         self._angles: dict[tuple[torch.device, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -83,7 +83,6 @@ class MixedPrecisionOptimizer:
         self.grad_scaler = grad_scaler or ConstantGradScaler()
         self.parallel = self.chunks[0].parallel
         self.pieces: list[OwnedPiece] = []
-        self._owned: list[torch.Tensor] = []
         self._normed: list[torch.Tensor] = []
         for chunk in self.chunks:
             for buffer in chunk.buffers:
@@ -104,7 +103,6 @@ class MixedPrecisionOptimizer:
 
     def _add_bucket(self, buffer: ParamAndGradBuffer, bucket: BucketLayout) -> None:
         start, end = self._ownership(buffer, bucket)
-        self._owned.append(buffer.gradients[start:end])
         counted: list[tuple[int, int]] = []
         for piece in pieces_of_shard(buffer.layout, bucket, start, end):
             values = buffer.values[piece.buffer_start : piece.buffer_end]
@@ -166,13 +164,13 @@ class MixedPrecisionOptimizer:
         self.grad_scaler.update(found_inf=not is_finite)
         if not is_finite:
             return StepOutcome(norm, updated=False)
-        # One pass for both: the loss scale is a power of two unless the user gave another, so nothing is rounded twice.
-        factor = (clip_coefficient(norm, self.config.clip_grad) or 1.0) / scale
-        if factor != 1.0:
-            for gradients in self._owned:
-                gradients.mul_(factor)
         for piece in self.pieces:
             piece.master.grad = piece.gradient.to(piece.master.dtype)
+        # One pass for both: the loss scale is a power of two unless the user gave another, so nothing is rounded twice.
+        # On the masters' gradients: in fp16 an unscaled gradient would vanish, which the scale is there to prevent.
+        factor = (clip_coefficient(norm, self.config.clip_grad) or 1.0) / scale
+        if factor != 1.0 and self.pieces:
+            torch._foreach_mul_([piece.master.grad for piece in self.pieces], factor)
         self.adam.step()
         self.num_steps += 1
         for piece in self.pieces:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalite.parallel.layers import traits
-from megalite.utils.dist import Group
+from megalite.utils.dist import Group, all_gather_single, reduce_scatter_single
 
 ROW = 64
 
@@ -171,13 +171,13 @@ class ParamAndGradBuffer:
         # Scaled before the sum, as Megatron does: a sum first could overflow 16-bit gradients.
         whole.mul_(1.0 / self.dp.size)
         start, end = self.own_shard(bucket)
-        return dist.reduce_scatter_tensor(self.gradients[start:end], whole, group=self.dp.handle, async_op=async_op)
+        return reduce_scatter_single(self.gradients[start:end], whole, group=self.dp.handle, async_op=async_op)
 
     def all_gather_shards(self, flat: torch.Tensor, bucket: BucketLayout, async_op: bool) -> dist.Work | None:
         """Give every rank all shards of ``bucket`` in ``flat``, ``values`` or ``gradients``. Collective over ``dp``."""
         if self.dp.size == 1:
             return None
         start, end = self.own_shard(bucket)
-        return dist.all_gather_into_tensor(
+        return all_gather_single(
             flat[bucket.start : bucket.end], flat[start:end], group=self.dp.handle, async_op=async_op
         )

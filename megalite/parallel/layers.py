@@ -19,7 +19,7 @@ from megalite.parallel.mappings import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
-from megalite.utils.dist import Group
+from megalite.utils.dist import Group, all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class _ColumnLinear(torch.autograd.Function):
         gathering = None
         if ctx.sequence_parallel:
             whole_x = x.new_empty((x.shape[0] * ctx.tp.size, *x.shape[1:]))
-            gathering = dist.all_gather_into_tensor(whole_x, x.contiguous(), group=ctx.tp.handle, async_op=True)
+            gathering = all_gather_single(whole_x, x.contiguous(), group=ctx.tp.handle, async_op=True)
         else:
             whole_x = x
         grad_x = grad_y.matmul(weight)
         if gathering is not None:
             gathering.wait()
             own_grad_x = torch.empty_like(x)
-            reducing = dist.reduce_scatter_tensor(own_grad_x, grad_x, group=ctx.tp.handle, async_op=True)
+            reducing = reduce_scatter_single(own_grad_x, grad_x, group=ctx.tp.handle, async_op=True)
         else:
             own_grad_x = grad_x
             reducing = dist.all_reduce(grad_x, group=ctx.tp.handle, async_op=True)

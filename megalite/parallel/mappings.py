@@ -18,9 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megalite.utils.dist import Group
+from megalite.utils.dist import Group, all_gather_single, reduce_scatter_single
 
 
 def all_gather_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -28,7 +27,7 @@ def all_gather_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
     if group.size == 1:
         return x
     output = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(output, x.contiguous(), group=group.handle)
+    all_gather_single(output, x.contiguous(), group=group.handle)
     return output
 
 
@@ -37,7 +36,7 @@ def reduce_scatter_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
     if group.size == 1:
         return x
     output = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(output, x.contiguous(), group=group.handle)
+    reduce_scatter_single(output, x.contiguous(), group=group.handle)
     return output
 
 

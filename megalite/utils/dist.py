@@ -17,6 +17,10 @@ import torch.distributed as dist
 
 from megalite.utils.errors import MegaliteError, PeerError
 
+# Newer versions of torch have these under new names and warn about the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Group:

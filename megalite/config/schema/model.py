@@ -102,12 +102,8 @@ class ModelConfig:
         require_above("model.init_method_std", self.init_method_std, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
         require_above("model.rotary_base", self.rotary_base, 0)
-        require(
-            0 < self.rotary_percent <= 1,
-            f"model.rotary_percent is {self.rotary_percent}, but must be above 0 and at most 1; give a part",
-            "model.rotary_percent",
-        )
         self._check_query_groups()
+        self._check_rotation()
         require(
             self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,
             f"model.hidden_size is {self.hidden_size}, which model.num_attention_heads {self.num_attention_heads} does "
@@ -121,6 +117,22 @@ class ModelConfig:
             f"{self.seq_length}; a sample would run out of positions, so raise it or leave it out",
             "model.max_position_embeddings",
             "model.seq_length",
+        )
+
+    def _check_rotation(self) -> None:
+        require(
+            0 < self.rotary_percent <= 1,
+            f"model.rotary_percent is {self.rotary_percent}, but must be above 0 and at most 1; give a part",
+            "model.rotary_percent",
+        )
+        width = self.kv_channels or self.hidden_size // self.num_attention_heads
+        rotated = int(width * self.rotary_percent)
+        require(
+            self.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0),
+            f"model.rotary_percent is {self.rotary_percent}, which rotates {rotated} of the {width} components of a head "
+            "(model.kv_channels), but components are rotated in pairs; make that an even number above 0",
+            "model.rotary_percent",
+            "model.kv_channels",
         )
 
     def _check_query_groups(self) -> None:
@@ -245,6 +257,14 @@ class ParallelConfig:
                     f"parallel.{name}",
                     f"parallel.{other}",
                 )
+            require(
+                getattr(self, name) is None or self.num_layers_per_virtual_pipeline_stage is None,
+                f"parallel.{name} is {getattr(self, name)} and parallel.num_layers_per_virtual_pipeline_stage is "
+                f"{self.num_layers_per_virtual_pipeline_stage}, but with ends of another length chunks differ in "
+                "length; say how many there are with num_virtual_stages_per_pipeline_rank",
+                "parallel.num_layers_per_virtual_pipeline_stage",
+                f"parallel.{name}",
+            )
 
 
 @dataclass(kw_only=True, frozen=True)
