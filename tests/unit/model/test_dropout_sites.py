@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from megalite.parallel import layers, mappings
 from megalite.parallel.random import DropoutContext
 from megalite.parallel.state import ParallelState
 from megalite.utils.dist import Group
@@ -62,8 +62,9 @@ def no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(output: torch.Tensor, x: torch.Tensor, group: object = None, async_op: bool = False) -> None:
         output.zero_()
 
-    monkeypatch.setattr(dist, "all_gather_into_tensor", leave)
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", leave)
+    for module in (mappings, layers):
+        monkeypatch.setattr(module, "all_gather_single", leave)
+        monkeypatch.setattr(module, "reduce_scatter_single", leave)
 
 
 def _run(parallel: ParallelState, training: bool = True, sequence_parallel: bool = False) -> list[_Call]:
