@@ -224,8 +224,11 @@ _KIND_KEYS = ("position_embedding_type", "normalization", "swiglu")
 
 def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: LoadMode) -> None:
     """Raise ``CheckpointError`` listing every number of the model that differs from the checkpoint's."""
-    args = _model_arguments(common)
     derived, model = run.derived, run.config.model
+    args = dict(vars(common["args"]))
+    if not args.get("group_query_attention"):
+        # Megatron's default of 1 counts for nothing then: each head is a group.
+        args["num_query_groups"] = args.get("num_attention_heads") if model.group_query_attention else None
     of_derived = ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "num_query_groups")
     compared = (*_SHAPE_KEYS_OF_WEIGHTS, "num_query_groups", *_KIND_KEYS)
     if mode is not LoadMode.WEIGHTS:
@@ -247,15 +250,6 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
             f"{folder} does not fit the model: {'; '.join(different)}. Set the model section to the checkpoint's "
             "values, or train the changed model in a new checkpoint.save folder."
         )
-
-
-def _model_arguments(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint's arguments, with the number of query groups that was in force."""
-    args = dict(vars(common["args"]))
-    if not args.get("group_query_attention"):
-        # Megatron's argument has a default, 1, that counts for nothing then.
-        args["num_query_groups"] = args.get("num_attention_heads")
-    return args
 
 
 def read_common(decision: LoadDecision, group: Group) -> dict[str, Any]:

@@ -129,8 +129,8 @@ class ModelConfig:
         rotated = int(width * self.rotary_percent)
         require(
             self.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0),
-            f"model.rotary_percent is {self.rotary_percent}, which rotates {rotated} of the {width} components of a head "
-            "(model.kv_channels), but components are rotated in pairs; make that an even number above 0",
+            f"model.rotary_percent is {self.rotary_percent}, which rotates {rotated} of the {width} components of a "
+            "head (model.kv_channels), but components are rotated in pairs; make that an even number above 0",
             "model.rotary_percent",
             "model.kv_channels",
         )

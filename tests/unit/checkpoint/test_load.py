@@ -117,6 +117,48 @@ def test_each_number_of_the_model_is_compared(run: TrainState, name: str) -> Non
             check_model(_common(**SHAPE | {name: 99}), run, Path("step"), mode)
 
 
+KIND = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("position_embedding_type", "rope"), ("normalization", "RMSNorm"), ("swiglu", True)],
+)
+@pytest.mark.parametrize("mode", list(LoadMode))
+def test_the_kind_of_model_is_compared(run: TrainState, mode: LoadMode, name: str, value: Any) -> None:
+    check_model(_common(**SHAPE, **KIND), run, Path("step"), mode)
+    with pytest.raises(CheckpointError, match=f"{name} is {value} in the checkpoint and {KIND[name]} in this run"):
+        check_model(_common(**SHAPE, **KIND | {name: value}), run, Path("step"), mode)
+
+
+def test_groups_of_heads_are_compared_where_they_were_in_force() -> None:
+    grouped = train_state(small_config({"model": {"group_query_attention": True, "num_query_groups": 1}}))
+    plain = train_state(small_config())
+    check_model(_common(**SHAPE, group_query_attention=True, num_query_groups=1), grouped, Path("step"), RESUME)
+    # The number that Megatron writes without groups is a default without effect.
+    check_model(_common(**SHAPE, group_query_attention=False, num_query_groups=1), plain, Path("step"), RESUME)
+    for args, run in (
+        ({"group_query_attention": True, "num_query_groups": 1}, plain),
+        ({"group_query_attention": False, "num_query_groups": 1}, grouped),
+    ):
+        with pytest.raises(CheckpointError, match=r"num_query_groups is \d in the checkpoint and \d in this run"):
+            check_model(_common(**SHAPE, **args), run, Path("step"), RESUME)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rotary_base", 5e5), ("rotary_percent", 0.5)])
+def test_angles_are_compared_but_for_weights_alone(run: TrainState, name: str, value: float) -> None:
+    rope = train_state(small_config({"model": {"position_embedding_type": "rope"}}))
+    common = _common(**SHAPE, position_embedding_type="rope", rotary_base=10000, rotary_percent=1.0)
+    check_model(common, rope, Path("step"), RESUME)
+    setattr(common["args"], name, value)
+    for mode in (RESUME, START):
+        with pytest.raises(CheckpointError, match=f"{name} is .* in the checkpoint"):
+            check_model(common, rope, Path("step"), mode)
+    check_model(common, rope, Path("step"), WEIGHTS)
+    # Without a rotation they say nothing.
+    check_model(_common(**SHAPE, **{name: value}), run, Path("step"), RESUME)
+
+
 def test_all_differences_are_listed_with_the_vocabulary(run: TrainState) -> None:
     common = _common(**SHAPE | {"num_layers": 3, "hidden_size": 32}) | {"megalite": {"vocab_size": 25}}
     with pytest.raises(

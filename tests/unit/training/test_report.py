@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megalite.training.report import Reporter
 from megalite.training.step import StepOutput
 from tests.unit.samples import place
 
-STEP = StepOutput(loss=3.412907, lr=2.95e-4, grad_norm=0.871, updated=True)
+STEP = StepOutput(loss=3.412907, lr=2.95e-4, grad_norm=0.871, updated=True, batch_size=8)
 
 
 class _Clock:
@@ -34,10 +35,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return made
 
 
-def _reporter(tmp_path: Path, log_interval: int = 1, train_iters: int = 2000, tokens: int = 4096) -> Reporter:
-    return Reporter(
-        place(tp=(2, 0), dp=(4, 0)), [JsonlSink(tmp_path / "metrics.jsonl")], log_interval, train_iters, tokens
-    )
+def _reporter(tmp_path: Path, log_interval: int = 1, train_iters: int = 2000, seq_length: int = 512) -> Reporter:
+    sinks = [JsonlSink(tmp_path / "metrics.jsonl")]
+    return Reporter(place(tp=(2, 0), dp=(4, 0)), sinks, log_interval, train_iters, seq_length)
 
 
 def _metrics(tmp_path: Path) -> list[dict[str, Any]]:
@@ -65,6 +65,15 @@ def test_tokens_per_second_are_short(
     assert f"| {text} tok/s |" in megalite_log.text
 
 
+def test_tokens_of_batches_of_different_sizes_are_added_up(tmp_path: Path, clock: _Clock) -> None:
+    reporter = _reporter(tmp_path, log_interval=10, seq_length=100)
+    reporter.iteration(TrainProgress(8), STEP)
+    for iteration, batch_size in ((9, 2), (10, 6)):
+        clock.now += 2.0
+        reporter.iteration(TrainProgress(iteration), replace(STEP, batch_size=batch_size))
+    assert [line["perf/tokens_per_s"] for line in _metrics(tmp_path)][1:] == [pytest.approx(800 / 4.0)]
+
+
 def test_numbers_for_machines(tmp_path: Path, clock: _Clock) -> None:
     reporter = _reporter(tmp_path)
     clock.now += 0.5
@@ -88,7 +97,7 @@ def test_numbers_for_machines(tmp_path: Path, clock: _Clock) -> None:
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path, megalite_log: pytest.LogCaptureFixture) -> None:
     reporter = _reporter(tmp_path)
-    reporter.iteration(TrainProgress(1), StepOutput(math.nan, 1e-3, math.inf, updated=False))
+    reporter.iteration(TrainProgress(1), StepOutput(math.nan, 1e-3, math.inf, updated=False, batch_size=8))
     (line,) = _metrics(tmp_path)
     assert line["train/loss"] is None and line["train/grad_norm"] is None
     assert "loss nan" in megalite_log.text

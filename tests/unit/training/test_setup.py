@@ -12,12 +12,12 @@ from megalite.optimizer.distrib_optimizer import DistributedOptimizer
 from megalite.optimizer.optimizer import MixedPrecisionOptimizer
 from megalite.training.setup import schedule_config, training_run
 from megalite.utils.errors import CheckpointError, ConfigError
-from tests.unit.samples import small_config, train_state
+from tests.unit.samples import only_model, small_config, train_state
 
 
 def test_the_model_is_that_of_the_configuration() -> None:
     shape = {"model": {"kv_channels": 12, "ffn_hidden_size": 40, "init_method_std": 0.3, "norm_epsilon": 1e-3}}
-    config = train_state(small_config(shape)).model.config
+    config = only_model(train_state(small_config(shape))).config
     assert (config.num_layers, config.hidden_size, config.ffn_hidden_size, config.kv_channels) == (2, 16, 40, 12)
     assert (config.vocab_size, config.padded_vocab_size) == (20, 24)
     assert (config.init_method_std, config.norm_epsilon, config.max_position_embeddings) == (0.3, 1e-3, 8)
@@ -34,7 +34,8 @@ def test_the_model_is_that_of_the_configuration() -> None:
     ids=str,
 )
 def test_number_formats(precision: dict[str, bool], values: torch.dtype, gradients: torch.dtype) -> None:
-    (buffer,) = train_state(small_config({"precision": precision})).ddp.buffers
+    (chunk,) = train_state(small_config({"precision": precision})).chunks
+    (buffer,) = chunk.buffers
     assert (buffer.values.dtype, buffer.gradients.dtype) == (values, gradients)
 
 
@@ -42,7 +43,7 @@ def test_number_formats(precision: dict[str, bool], values: torch.dtype, gradien
 def test_kind_of_optimizer(is_distributed: bool, kind: type) -> None:
     state = train_state(small_config({"parallel": {"use_distributed_optimizer": is_distributed}}))
     assert type(state.optimizer) is kind
-    assert state.ddp.gather_gradients != is_distributed
+    assert [chunk.gather_gradients for chunk in state.chunks] == [not is_distributed]
 
 
 def test_the_schedule_is_counted_in_samples() -> None:

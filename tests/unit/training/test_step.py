@@ -19,7 +19,7 @@ from megalite.training.loop import advance, train
 from megalite.training.setup import training_run
 from megalite.training.step import train_step
 from megalite.utils.errors import NumericsError
-from tests.unit.samples import small_config
+from tests.unit.samples import only_model, small_config
 
 SHORT = {"training": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 4}}
 VALIDATED = {"training": {"eval_interval": 2, "eval_iters": 2}}
@@ -61,7 +61,7 @@ def _mean_loss(ctx: TrainContext, batches: _Batches) -> float:
     means = []
     with torch.no_grad():
         for batch in batches.batches:
-            logits = ctx.state.model(
+            logits = only_model(ctx.state)(
                 DropoutContext((0, 1)), tokens=batch["tokens"], position_ids=batch["position_ids"]
             ).double()
             token_loss = -logits.log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
@@ -82,7 +82,7 @@ def test_loss_is_the_mean_of_micro_batch_means() -> None:
 def test_gradient_is_that_of_the_loss() -> None:
     with training_run(small_config(SHORT)) as ctx:
         ctx.train_batches = batches = _Batches()
-        bias = ctx.state.model.decoder.final_layernorm.bias
+        bias = only_model(ctx.state).decoder.final_layernorm.bias
         index = bias.detach().abs().argmin().item()
         slopes = []
         for shift in (1e-2, -1e-2):
@@ -125,7 +125,7 @@ def test_numbers_that_are_not_finite_stop_the_run(where: str, text: str, value: 
 
 
 def _poison(ctx: TrainContext, where: str) -> None:
-    weight = ctx.state.model.decoder.final_layernorm.weight
+    weight = only_model(ctx.state).decoder.final_layernorm.weight
     if where == "loss":
         weight.data[0] = math.nan
     else:
@@ -138,11 +138,11 @@ def test_a_skipped_update_consumes_its_samples_and_leaves_the_schedule() -> None
     with training_run(small_config(SHORT, unchecked)) as ctx:
         ctx.train_batches = _Batches()
         _poison(ctx, "gradient")
-        before = [p.detach().clone() for p in ctx.state.model.parameters()]
+        before = [p.detach().clone() for p in only_model(ctx.state).parameters()]
         output = train_step(ctx)
         advance(ctx, output)
         assert not output.updated
-        assert all(torch.equal(a, b) for a, b in zip(before, ctx.state.model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, only_model(ctx.state).parameters(), strict=True))
         progress = ctx.progress
         assert (progress.iteration, progress.consumed_train_samples, progress.skipped_iterations) == (1, 8, 1)
         assert ctx.state.scheduler.num_steps == 0
@@ -153,7 +153,7 @@ def test_progress_counts_samples_and_operations() -> None:
         for _ in range(2):
             advance(ctx, train_step(ctx))
         assert (ctx.progress.iteration, ctx.progress.consumed_train_samples) == (2, 16)
-        assert ctx.progress.num_floating_point_operations_so_far == 2 * ctx.flops_per_iteration > 0.0
+        assert ctx.progress.num_floating_point_operations_so_far == 16 * ctx.flops_per_sequence > 0.0
         assert ctx.state.scheduler.num_steps == 16
 
 
@@ -162,15 +162,15 @@ def test_validation_moves_nothing_but_its_own_position() -> None:
     with training_run(small_config(SHORT, VALIDATED, dropout)) as ctx:
         ctx.progress.iteration = 2
         assert is_evaluation_due(ctx)
-        weights = [p.detach().clone() for p in ctx.state.model.parameters()]
+        weights = [p.detach().clone() for p in only_model(ctx.state).parameters()]
         streams = (torch.get_rng_state(), ctx.state.tracker.get_states())
         first, again = evaluate(ctx), evaluate(ctx)
         assert ctx.progress.consumed_valid_samples == 32 and ctx.progress.consumed_train_samples == 0
         assert first != again, "the second validation goes on with the next samples"
         ctx.progress.consumed_valid_samples = 0
         assert evaluate(ctx) == first
-        assert ctx.state.model.training
-        assert all(torch.equal(a, b) for a, b in zip(weights, ctx.state.model.parameters(), strict=True))
+        assert only_model(ctx.state).training
+        assert all(torch.equal(a, b) for a, b in zip(weights, only_model(ctx.state).parameters(), strict=True))
         assert torch.equal(torch.get_rng_state(), streams[0])
         assert all(torch.equal(s, streams[1][name]) for name, s in ctx.state.tracker.get_states().items())
 
@@ -190,7 +190,7 @@ def test_a_signal_cuts_a_validation_short() -> None:
     with training_run(small_config(SHORT, VALIDATED)) as ctx:
         signal.raise_signal(signal.SIGTERM)
         assert evaluate(ctx) is None
-        assert ctx.state.model.training
+        assert only_model(ctx.state).training
         assert ctx.progress.consumed_valid_samples == 16, "as if it had been done"
 
 
@@ -213,7 +213,7 @@ def test_the_loop_ends_with_the_last_iteration_saved(tmp_path: Path) -> None:
 def test_the_loop_goes_on_from_where_it_was_stopped(tmp_path: Path) -> None:
     with training_run(small_config(SHORT)) as ctx:
         train(ctx)
-        unbroken = [p.detach().clone() for p in ctx.state.model.parameters()]
+        unbroken = [p.detach().clone() for p in only_model(ctx.state).parameters()]
     config = small_config(SHORT, _saving(tmp_path, exit_interval=3))
     with training_run(config) as ctx:
         assert train(ctx) is ExitReason.INTERVAL
@@ -221,7 +221,7 @@ def test_the_loop_goes_on_from_where_it_was_stopped(tmp_path: Path) -> None:
     with training_run(config) as ctx:
         assert ctx.progress.iteration == 3
         assert train(ctx) is ExitReason.FINISHED
-        assert all(torch.equal(a, b) for a, b in zip(unbroken, ctx.state.model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(unbroken, only_model(ctx.state).parameters(), strict=True))
 
 
 def test_a_signal_during_set_up_stops_before_the_first_iteration(tmp_path: Path) -> None:
