@@ -40,6 +40,8 @@ SIZES = {
     "124m": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 512, "vocab_size": 50304},
 }
 MICRO_BATCHES = 4
+MICRO_BATCH_SIZE = 4
+GLOBAL_BATCH_SIZE = MICRO_BATCHES * MICRO_BATCH_SIZE
 TOPOLOGIES = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
 
 
@@ -88,7 +90,11 @@ def make_config(shape: dict[str, int], bf16: bool, tp: int = 1, pp: int = 1) -> 
         {
             "model": {**shape, "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 1},
             "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
-            "training": {"micro_batch_size": 1, "global_batch_size": MICRO_BATCHES, "train_iters": 1000},
+            "training": {
+                "micro_batch_size": MICRO_BATCH_SIZE,
+                "global_batch_size": GLOBAL_BATCH_SIZE,
+                "train_iters": 1000,
+            },
             "optimizer": {"lr": 1e-4, "lr_decay_style": "constant"},
             "precision": {"bf16": bf16},
             "data": {"mock_data": True, "split": "2,1,997", "tokenizer_type": "NullTokenizer"},
@@ -110,7 +116,7 @@ def plain_step(shape: dict[str, int], bf16: bool) -> Callable[[], None]:
     torch.manual_seed(0)
     model = PlainGPT(shape).to(torch.bfloat16 if bf16 else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    text = torch.randint(0, shape["vocab_size"], (MICRO_BATCHES, 1, shape["seq_length"] + 1))
+    text = torch.randint(0, shape["vocab_size"], (MICRO_BATCHES, MICRO_BATCH_SIZE, shape["seq_length"] + 1))
 
     def step() -> None:
         for batch in text:
@@ -173,7 +179,7 @@ def main() -> int:
     parser.add_argument("--skip-parallel", action="store_true")
     options = parser.parse_args()
     shape = SIZES[options.size]
-    tokens = MICRO_BATCHES * shape["seq_length"]
+    tokens = GLOBAL_BATCH_SIZE * shape["seq_length"]
     rows: list[dict[str, Any]] = []
     for bf16 in (False, True):
         dtype = "bf16" if bf16 else "fp32"
@@ -189,7 +195,7 @@ def main() -> int:
             ratio = one["ours"] / (2 * seconds) if options.threads == 1 else float("nan")
             rows.append({"run": f"megalite, {name}", "dtype": dtype, "tokens_per_s": tokens / seconds, "ratio": ratio})
     print(
-        f"{options.size}: {MICRO_BATCHES} micro-batches of 1 x {shape['seq_length']} tokens, torch {torch.__version__}"
+        f"{options.size}: {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} x {shape['seq_length']} tokens, torch {torch.__version__}"
     )
     print(f"{'run':<20} {'dtype':<6} {'tokens/s':>10}  ratio (1 rank: to plain; 2 ranks: to twice 1 rank)")
     for row in rows:
