@@ -110,7 +110,7 @@ class TrainingConfig:
         ramp = self.rampup_batch_size
         require(
             ramp is None or (len(ramp) == 3 and min(ramp) >= 1),
-            f"training.rampup_batch_size is {ramp}, but takes three numbers above 0: start, increment, samples",
+            f"training.rampup_batch_size is {ramp}, but takes three numbers above 0; give start, increment, samples",
             "training.rampup_batch_size",
         )
         require(
