@@ -114,6 +114,11 @@ class DistributedDataParallel:
             if self.gather_gradients:
                 buffer.all_gather_shards(buffer.gradients, bucket, async_op=False)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for buffer in self.buffers:
+            buffer.gradients.mul_(factor)
+
     # Parameters
 
     def start_param_sync(self) -> None:

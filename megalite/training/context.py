@@ -14,6 +14,7 @@ from megalite.checkpoint.state import TrainProgress, TrainState
 from megalite.config.derive import Derived
 from megalite.config.schema import Config
 from megalite.data.samplers import BatchLoader
+from megalite.metrics.timers import Timers
 from megalite.parallel.p2p import StageLink
 from megalite.parallel.state import ParallelState
 from megalite.resilience.signals import ExitSignal
@@ -37,6 +38,7 @@ class TrainContext:
     exit_signal: ExitSignal
     reporter: Reporter
     profiler: Profiler
+    timers: Timers
     started: float = field(default_factory=time.monotonic)
     flops_per_sequence: float = 0.0
     last_batch_size: int | None = None

@@ -34,7 +34,7 @@ def evaluate(ctx: TrainContext) -> float | None:
     ctx.state.finish_param_sync()
     progress, batch_size = ctx.progress, ctx.derived.eval_global_batch_size
     count, first = ctx.config.training.eval_iters, progress.consumed_valid_samples
-    losses: list[float] = []
+    losses: list[tuple[float, float]] = []
     _set_training(ctx, False)
     with torch.no_grad():
         while len(losses) < count and not is_stop_requested(ctx):
@@ -56,7 +56,7 @@ def evaluate(ctx: TrainContext) -> float | None:
         logger.warning("validation at iteration %d is cut short by a signal: no loss is given", progress.iteration)
         ctx.reporter.pause(seconds)
         return None
-    loss = sum(losses) / count
+    loss = sum(mean * weight for mean, weight in losses) / max(sum(weight for _, weight in losses), 1.0)
     ctx.reporter.evaluation(progress, loss, seconds)
     return loss
 

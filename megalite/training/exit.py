@@ -81,8 +81,11 @@ def save_checkpoint(ctx: TrainContext) -> None:
     manager, progress = ctx.checkpoints, ctx.progress
     if not manager.can_save or manager.is_published(progress.iteration):
         return
-    report = manager.save(ctx.state, ctx.readable_copies())
+    ctx.reporter.memory_around_save("before")
+    with ctx.timers.section("save", level=1):
+        report = manager.save(ctx.state, ctx.readable_copies())
     ctx.last_save = report
+    ctx.reporter.memory_around_save("after")
     ctx.reporter.saved(progress, report, iteration_folder(ctx.config.checkpoint.save, progress.iteration))
     log_state_hash(ctx, "saved")
 

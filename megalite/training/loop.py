@@ -28,7 +28,8 @@ def train(ctx: TrainContext) -> ExitReason:
         advance(ctx, step)
         ctx.reporter.iteration(ctx.progress, step)
         if is_evaluation_due(ctx):
-            evaluate(ctx)
+            with ctx.timers.section("validation", level=1):
+                evaluate(ctx)
         reason = checkpoint_and_decide_exit(ctx)
         if reason is not None:
             return reason

@@ -26,6 +26,7 @@ from megalite.data.samplers import BatchLoader
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.metrics.flops import training_flops_per_sequence
 from megalite.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from megalite.metrics.timers import Timers
 from megalite.model.gpt import GPTModel
 from megalite.model.module import ModelChunk, Placement, TransformerConfig
 from megalite.optimizer.distrib_optimizer import DistributedOptimizer
@@ -112,7 +113,9 @@ def _build(
     with failing_together(parallel.world, "opening the data"):
         datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common), start)
     state.index_sizes = datasets.index_sizes
-    reporter = _reporter(config, derived, parallel)
+    timers = Timers(config.logging.timing_log_level, device)
+    flops_per_sequence = _flops_per_sequence(config, derived, vocab_size)
+    reporter = _reporter(config, derived, parallel, timers, flops_per_sequence)
     ctx = TrainContext(
         state=state,
         device=device,
@@ -130,7 +133,8 @@ def _build(
         exit_signal=exit_signal,
         reporter=reporter,
         profiler=Profiler(config.profiling, parallel.world.rank),
-        flops_per_sequence=_flops_per_sequence(config, derived, vocab_size),
+        timers=timers,
+        flops_per_sequence=flops_per_sequence,
     )
     _announce(ctx)
     if decision is not None:
@@ -360,7 +364,9 @@ def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
 # Reports
 
 
-def _reporter(config: Config, derived: Derived, parallel: ParallelState) -> Reporter:
+def _reporter(
+    config: Config, derived: Derived, parallel: ParallelState, timers: Timers, flops_per_sequence: float
+) -> Reporter:
     sinks: list[Sink] = []
     save = config.checkpoint.save
     with failing_together(parallel.world, "opening the metric files"):
@@ -369,7 +375,15 @@ def _reporter(config: Config, derived: Derived, parallel: ParallelState) -> Repo
                 sinks.append(JsonlSink(save / "metrics.jsonl"))
             if config.logging.tensorboard_dir is not None:
                 sinks.append(TensorBoardSink(config.logging.tensorboard_dir))
-    return Reporter(parallel, sinks, config.logging.log_interval, derived.train_iters, config.model.seq_length)
+    return Reporter(
+        parallel,
+        sinks,
+        config.logging,
+        train_iters=derived.train_iters,
+        seq_length=config.model.seq_length,
+        flops_per_sequence=flops_per_sequence,
+        timers=timers,
+    )
 
 
 def _readable_copies(state: TrainState, tokenizer: Tokenizer) -> Callable[[], dict[Path, bytes]]:

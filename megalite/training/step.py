@@ -41,23 +41,29 @@ def train_step(ctx: TrainContext) -> StepOutput:
     batch_size = ctx.batch_size
     for chunk in state.chunks:
         chunk.zero_gradients()
-    loss = forward_backward(
-        ctx,
-        ctx.train_batches,
-        consumed_samples=ctx.progress.consumed_train_samples,
-        num_microbatches=ctx.derived.microbatches_in(batch_size),
-        micro_batch_size=ctx.derived.micro_batch_size,
-    )
+    with ctx.timers.section("forward-backward", level=1):
+        loss, weight = forward_backward(
+            ctx,
+            ctx.train_batches,
+            consumed_samples=ctx.progress.consumed_train_samples,
+            num_microbatches=ctx.derived.microbatches_in(batch_size),
+            micro_batch_size=ctx.derived.micro_batch_size,
+        )
     scaler = state.optimizer.grad_scaler
     scale = scaler.scale
     # With a scale that is being found, overflows are expected: they are left out and counted.
     check = ctx.config.resilience.check_for_nan_in_loss_and_grad and not scaler.is_dynamic
     if check and not math.isfinite(loss):
         raise NumericsError(_not_finite("loss", loss, ctx))
-    for chunk in state.chunks:
-        finalize_model_grads(chunk)
+    with ctx.timers.section("finalize-gradients", level=1):
+        for chunk in state.chunks:
+            finalize_model_grads(chunk)
+            if ctx.config.training.calculate_per_token_loss:
+                # The sum over tokens was differentiated, and averaged over dp; its mean over all tokens is meant.
+                chunk.scale_gradients(ctx.parallel.dp_cp.size / max(weight, 1.0))
     lr = state.scheduler.lr
-    outcome = state.optimizer.step()
+    with ctx.timers.section("optimizer", level=1):
+        outcome = state.optimizer.step()
     if check and not outcome.updated:
         raise NumericsError(_not_finite("gradient norm", outcome.grad_norm, ctx))
     if outcome.updated:
@@ -88,14 +94,15 @@ def forward_backward(
     num_microbatches: int,
     micro_batch_size: int,
     forward_only: bool = False,
-) -> float:
-    """Run micro-batches through the model and return their mean loss, on every rank. Collective over all ranks.
+) -> tuple[float, float]:
+    """Run micro-batches through the model; return their mean loss and its weight, on every rank. Collective over all.
 
-    The loss of a micro-batch is its mean over tokens that the loss mask keeps; micro-batches count alike.
+    By default the loss of a micro-batch is its mean over the tokens that the loss mask keeps, and micro-batches count
+    alike; the weight is their number. With ``calculate_per_token_loss`` tokens count alike, and it is theirs.
     """
     if batches is not None:
         batches.set_position(consumed_samples)
-    total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    total = torch.zeros(2, dtype=torch.float64, device=ctx.device)
     place = (micro_batch_size, ctx.parallel.dp.rank, ctx.parallel.dp.size)
     forward_step = _make_forward_step(ctx, batches, consumed_samples, num_microbatches, place, total)
     gradients = None if forward_only else ctx.state.chunks
@@ -104,7 +111,8 @@ def forward_backward(
     # The last stage has the sum of its micro-batches; zeros elsewhere along pp.
     ctx.parallel.pp.all_reduce(total)
     ctx.parallel.dp_cp.all_reduce(total)
-    return total.item() / (num_microbatches * ctx.parallel.dp.size)
+    loss_sum, weight = total.tolist()
+    return loss_sum / max(weight, 1.0), weight
 
 
 def _make_forward_step(
@@ -115,13 +123,17 @@ def _make_forward_step(
     place: tuple[int, int, int],
     total: torch.Tensor,
 ) -> Callable[[int, int, torch.Tensor | None], torch.Tensor]:
-    """Return the forward of a micro-batch; ``place`` is (micro-batch size, dp rank, dp size), ``total`` sums losses."""
+    """Return the forward of a micro-batch.
+
+    ``place`` is (micro-batch size, dp rank, dp size); ``total`` adds up (losses, weights).
+    """
     fetched: dict[int, dict[str, torch.Tensor]] = {}
 
     def fetch(index: int, chunk: int) -> dict[str, torch.Tensor]:
         # The first chunk sees the micro-batches in order; later chunks see each of them again.
         if batches is not None and index not in fetched:
-            fetched[index] = _to_device(next(batches), ctx.device)
+            with ctx.timers.section("data", level=2):
+                fetched[index] = _to_device(next(batches), ctx.device)
         is_last_use = chunk == len(ctx.state.chunks) - 1
         return fetched.pop(index, {}) if is_last_use else fetched.get(index, {})
 
@@ -136,9 +148,14 @@ def _make_forward_step(
             return model(context, **inputs)
         loss_BS = model(context, labels=batch["labels"], **inputs)
         mask_BS = batch["loss_mask"].to(loss_BS.dtype)
-        loss = (loss_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
-        total.add_(loss.detach())
-        return loss / num_microbatches * ctx.state.optimizer.grad_scaler.scale
+        loss, tokens = (loss_BS * mask_BS).sum(), mask_BS.sum()
+        scale = ctx.state.optimizer.grad_scaler.scale
+        if ctx.config.training.calculate_per_token_loss:
+            total.add_(torch.stack((loss.detach(), tokens)))
+            return loss * scale
+        loss = loss / tokens.clamp(min=1.0)
+        total.add_(torch.stack((loss.detach(), torch.ones_like(tokens))))
+        return loss / num_microbatches * scale
 
     return forward_step
 

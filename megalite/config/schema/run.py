@@ -94,6 +94,12 @@ class LoggingConfig:
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """Least important messages that are shown."""
 
+    log_throughput: bool = False
+    """Also show model TFLOP/s of a rank on the progress line; metrics.jsonl always has it."""
+
+    timing_log_level: int = 0
+    """Show how long parts of an iteration take: 1 the large ones, 2 all. Costs a device synchronisation for each."""
+
     metrics_jsonl: bool = True
     """Write metrics to ``metrics.jsonl`` in the save folder. Without effect if nothing is saved."""
 
@@ -102,6 +108,11 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         require_at_least("logging.log_interval", self.log_interval, 1)
+        require(
+            0 <= self.timing_log_level <= 2,
+            f"logging.timing_log_level is {self.timing_log_level}, but must be 0, 1 or 2; choose one",
+            "logging.timing_log_level",
+        )
 
 
 @dataclass(kw_only=True, frozen=True)

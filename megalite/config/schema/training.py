@@ -62,6 +62,9 @@ class TrainingConfig:
     """Validate on the whole validation split each time, from its start, instead of on the next eval_iters batches.
     Samples that do not fill the last batch are left out."""
 
+    calculate_per_token_loss: bool = False
+    """Let every token that counts weigh the same, over the whole global batch; otherwise every micro-batch does."""
+
     recompute_granularity: Literal["selective", "full"] | None = None
     """Compute activations again in the backward pass, to save memory: those inside attention, or of whole layers."""
 
