@@ -91,6 +91,7 @@ def test_embedding_rows_are_looked_up_where_they_are() -> None:
         "copy_to_tensor_region",
         "reduce_from_tensor_region",
         "gather_from_tensor_region",
+        "gather_partial_from_tensor_region",
         "scatter_to_sequence_region",
         "gather_from_sequence_region",
         "reduce_scatter_to_sequence_region",
@@ -99,6 +100,28 @@ def test_embedding_rows_are_looked_up_where_they_are() -> None:
 def test_mappings_of_one_rank_are_the_identity(name: str) -> None:
     x = torch.randn(4, 2, 3)
     assert getattr(mappings, name)(x, SINGLE) is x
+
+
+def test_gathered_columns_that_each_rank_uses_have_their_gradients_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.arange(4.0).view(2, 2).add(10.0 * group.rank).requires_grad_()
+        whole = mappings.gather_partial_from_tensor_region(x, group)
+        # Every rank uses all columns, each with a factor of its own.
+        (whole * torch.arange(1.0, 5.0) * (1.0 + group.rank)).sum().backward()
+        return whole.detach(), x.grad
+
+    def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+        return torch.cat(group.all_gather_object(x))
+
+    def reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
+        return sum(group.all_gather_object(x)).chunk(group.size)[group.rank]
+
+    monkeypatch.setattr(mappings, "all_gather_first_dim", all_gather)
+    monkeypatch.setattr(mappings, "reduce_scatter_first_dim", reduce_scatter)
+    for rank, (whole, gradient) in enumerate(on_threads(2, body)):
+        assert whole.tolist() == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+        own = torch.arange(1.0, 5.0)[2 * rank : 2 * rank + 2]
+        assert gradient.tolist() == [(3.0 * own).tolist()] * 2
 
 
 def test_copy_adds_gradients_up_and_reduce_adds_values_up() -> None:
