@@ -12,6 +12,7 @@ from torch import nn
 from megalite.config.schema import OptimizerConfig
 from megalite.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megalite.optimizer.distrib_optimizer import DistributedOptimizer
+from megalite.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megalite.optimizer.optimizer import MixedPrecisionOptimizer, StepOutcome, decays
 from megalite.parallel.ddp import DistributedDataParallel
 from megalite.parallel.layers import ParameterTraits, mark
@@ -39,14 +40,17 @@ def _make(
     dtype: torch.dtype = torch.float64,
     parallel: ParallelState | None = None,
     prepare: Callable[[_Net], Any] = lambda net: None,
+    grad_scaler: ConstantGradScaler | None = None,
+    grad_dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Made:
     torch.manual_seed(11)
     net = _Net(dtype)
     prepare(net)
-    grad_dtype = torch.float32 if dtype == torch.bfloat16 else None
+    if grad_dtype is None and dtype in (torch.bfloat16, torch.float16):
+        grad_dtype = torch.float32
     ddp = DistributedDataParallel(net, parallel or ParallelState(), grad_dtype=grad_dtype, bucket_size=100)
-    return kind([ddp], OptimizerConfig(**SETTINGS | changes)), net
+    return kind([ddp], OptimizerConfig(**SETTINGS | changes), grad_scaler), net
 
 
 def _set_gradients(net: nn.Module, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -168,6 +172,99 @@ def test_bfloat16_parameters_have_fp32_masters() -> None:
     # Three steps of 1e-5: nothing of them would be left in bfloat16, the master has all.
     torch.testing.assert_close(moved, start.float().reshape(-1) - 3e-5, rtol=0, atol=1e-7)
     assert torch.equal(net.linear.weight.reshape(-1), moved.bfloat16())
+
+
+# fp16
+
+
+def _scaler(initial: float = 2.0**10) -> DynamicGradScaler:
+    return DynamicGradScaler(initial, minimum=2.0**7, window=4, hysteresis=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_scaled_gradient_gives_the_update_of_the_plain_one(kind: type, clip: float) -> None:
+    plain, net = _make(kind, torch.float16, clip_grad=clip)
+    scaled, other = _make(kind, torch.float16, grad_scaler=_scaler(), clip_grad=clip)
+    for step in range(3):
+        gradients = _set_gradients(net, step)
+        _set_gradients(other, step, scale=scaled.grad_scaler.scale)
+        outcomes = plain.step(), scaled.step()
+        # The scale is a power of two, so nothing is rounded but what would be anyway.
+        assert outcomes[0] == outcomes[1] and outcomes[0].grad_norm == pytest.approx(_norm(gradients), rel=1e-6)
+    for own, its in zip(plain.state_tensors(), scaled.state_tensors(), strict=True):
+        torch.testing.assert_close(own[2], its[2], rtol=1e-6, atol=0)
+    for parameter, its in zip(net.parameters(), other.parameters(), strict=True):
+        assert parameter.dtype == torch.float16 and torch.equal(parameter, its)
+    for piece in scaled.pieces:
+        assert piece.master.dtype == torch.float32 and torch.equal(piece.values, piece.master.half())
+
+
+def test_gradients_kept_in_fp16_do_not_vanish_when_the_scale_is_taken_out() -> None:
+    # 1e-9 is nothing in fp16, whose least number is 6e-8; times 2^20 it is 1e-3.
+    scaler = DynamicGradScaler(2.0**20, 1.0, window=1000, hysteresis=2)
+    optimizer, net = _make(dtype=torch.float16, grad_dtype=torch.float16, grad_scaler=scaler, adam_eps=1e-12)
+    for parameter in net.parameters():
+        parameter.main_grad.fill_(1e-9 * 2.0**20)
+    outcome = optimizer.step()
+    assert outcome.updated and outcome.grad_norm == pytest.approx(1e-9 * (13 * 9 + 3 * 13 + 17 * 5) ** 0.5, rel=1e-3)
+    for _, word, tensor in optimizer.state_tensors():
+        if word == "exp_avg":
+            torch.testing.assert_close(tensor, torch.full_like(tensor, 0.2 * 1e-9), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_overflows_are_left_out_and_halve_the_scale_after_the_hysteresis(kind: type) -> None:
+    optimizer, net = _make(kind, torch.float16, grad_scaler=_scaler())
+    scales, updated = [], []
+    for step in range(9):
+        _set_gradients(net, step, scale=optimizer.grad_scaler.scale)
+        before = [tensor.clone() for _, _, tensor in optimizer.state_tensors()]
+        if step in (0, 2, 3):
+            net.norm.bias.main_grad[1] = (math.inf, 0.0, math.nan, -math.inf)[step]
+        outcome = optimizer.step()
+        scales.append(optimizer.grad_scaler.scale)
+        updated.append(outcome.updated)
+        is_same = all(torch.equal(a, t) for a, (_, _, t) in zip(before, optimizer.state_tensors(), strict=True))
+        assert is_same != outcome.updated
+    # The first overflow is forgiven, the second halves, the third halves at once; four clean steps double.
+    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**8, 2.0**8, 2.0**9, 2.0**9]
+    assert updated == [step not in (0, 2, 3) for step in range(9)]
+    assert optimizer.num_steps == 6
+
+
+def test_the_scale_is_saved_and_restored() -> None:
+    optimizer, net = _make(dtype=torch.float16, grad_scaler=_scaler())
+    for step in range(4):
+        _set_gradients(net, step, scale=optimizer.grad_scaler.scale)
+        if step != 1:
+            net.linear.bias.main_grad[0] = math.inf
+        optimizer.step()
+    common = optimizer.common_state_dict()
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    buffer.seek(0)
+    fresh, _ = _make(dtype=torch.float16, grad_scaler=_scaler(2.0**30))
+    fresh.load_common_state_dict(torch.load(buffer, weights_only=True))
+    scaler = fresh.grad_scaler
+    assert (scaler.scale, scaler.growth_tracker, scaler.hysteresis_tracker) == (2.0**8, 0, -1)
+    assert fresh.num_steps == optimizer.num_steps == 1
+    # What bf16 saved has no scale: the run keeps its own.
+    without, _ = _make(dtype=torch.bfloat16)
+    fresh.load_common_state_dict(without.common_state_dict())
+    assert fresh.grad_scaler.scale == 2.0**8
+
+
+def test_a_rank_that_owns_nothing_takes_part() -> None:
+    parallel = place(dp=(4, 3))
+    linear = nn.Linear(4, 4, bias=False)
+    ddp = DistributedDataParallel(linear, parallel)
+    optimizer = DistributedOptimizer([ddp], OptimizerConfig(**SETTINGS | {"clip_grad": 0.5}), _scaler())
+    assert optimizer.pieces == []
+    optimizer.parallel = ParallelState()
+    ddp.start_param_sync = lambda: None
+    linear.weight.main_grad.fill_(2.0**10)
+    assert optimizer.step().updated and optimizer.num_steps == 1
 
 
 def test_masters_are_taken_from_loaded_weights() -> None:
