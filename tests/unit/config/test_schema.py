@@ -107,6 +107,8 @@ ACCEPTED = [
     ["optimizer.adam_beta1=0", "optimizer.adam_beta2=0.95", "optimizer.adam_eps=1e-5"],
     ["optimizer.override_opt_param_scheduler=on", "optimizer.use_checkpoint_opt_param_scheduler=off"],
     ["optimizer.use_checkpoint_opt_param_scheduler=on"],
+    ["training.calculate_per_token_loss=on"],
+    ["logging.log_throughput=on", "logging.timing_log_level=2"],
     ["logging.log_interval=1", "profiling.profile_step_start=0", "profiling.profile_step_end=1"],
 ]
 
@@ -218,6 +220,7 @@ ACCEPTED = [
         ["checkpoint.load=a", "checkpoint.ckpt_step=0"],
         *([f"checkpoint.{key}=on"] for key in ("finetune", "no_load_optim", "no_load_rng")),
         ["logging.log_interval=0"],
+        *([f"logging.timing_log_level={level}"] for level in (-1, 3)),
         ["profiling.profile=on"],
         ["profiling.profile_step_start=-1"],
         ["profiling.profile_step_end=10"],

@@ -11,9 +11,10 @@ import pytest
 
 from megalite.checkpoint.manager import SaveReport
 from megalite.checkpoint.state import TrainProgress
+from megalite.metrics.timers import Timers
 from megalite.training.exit import ExitReason, checkpoint_and_decide_exit, is_stop_requested, save_checkpoint
 from megalite.utils.dist import SINGLE, Group
-from tests.unit.samples import on_threads
+from tests.unit.samples import CPU, on_threads
 
 SIGNAL, DURATION, INTERVAL = ExitReason.SIGNAL, ExitReason.DURATION, ExitReason.INTERVAL
 
@@ -75,7 +76,11 @@ def _context(
         checkpoints=_Manager(can_save, published),
         readable_copies=dict,
         exit_signal=_Signal(signalled),
-        reporter=SimpleNamespace(saved=lambda progress, report, folder: reports.append((report, folder))),
+        reporter=SimpleNamespace(
+            saved=lambda progress, report, folder: reports.append((report, folder)),
+            memory_around_save=lambda when: None,
+        ),
+        timers=Timers(0, CPU),
         reports=reports,
         started=time.monotonic() - 60.0 * elapsed_minutes,
         parallel=SimpleNamespace(world=world),

@@ -11,11 +11,14 @@ import pytest
 
 from megalite.checkpoint.manager import SaveReport
 from megalite.checkpoint.state import TrainProgress
+from megalite.config.schema import LoggingConfig
 from megalite.metrics.sinks import JsonlSink
+from megalite.metrics.timers import Timers
 from megalite.training import report
 from megalite.training.report import Reporter
 from megalite.training.step import StepOutput
-from tests.unit.samples import place
+from megalite.utils.dist import Group
+from tests.unit.samples import CPU, place
 
 STEP = StepOutput(loss=3.412907, lr=2.95e-4, grad_norm=0.871, updated=True, batch_size=8)
 
@@ -35,9 +38,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return made
 
 
-def _reporter(tmp_path: Path, log_interval: int = 1, train_iters: int = 2000, seq_length: int = 512) -> Reporter:
-    sinks = [JsonlSink(tmp_path / "metrics.jsonl")]
-    return Reporter(place(tp=(2, 0), dp=(4, 0)), sinks, log_interval, train_iters, seq_length)
+class _World(Group):
+    """Eight ranks; the others have twice of everything this one has."""
+
+    def gather_object(self, value: dict[str, float], target: int = 0) -> list[dict[str, float]] | None:
+        if self.rank != target:
+            return None
+        return [value, *[{name: 2.0 * number for name, number in value.items()}] * 7]
+
+
+def _reporter(
+    tmp_path: Path,
+    log_interval: int = 1,
+    train_iters: int = 2000,
+    seq_length: int = 512,
+    rank: int = 0,
+    **settings: Any,
+) -> Reporter:
+    settings = LoggingConfig(log_interval=log_interval, **settings)
+    return Reporter(
+        replace(place(tp=(2, 0), dp=(4, 0)), world=_World(tuple(range(8)), rank, None)),
+        [JsonlSink(tmp_path / "metrics.jsonl")],
+        settings,
+        train_iters=train_iters,
+        seq_length=seq_length,
+        flops_per_sequence=1e12,
+        timers=Timers(settings.timing_log_level, CPU),
+    )
 
 
 def _metrics(tmp_path: Path) -> list[dict[str, Any]]:
@@ -48,7 +75,7 @@ def test_console_line(tmp_path: Path, clock: _Clock, megalite_log: pytest.LogCap
     reporter = _reporter(tmp_path)
     clock.now += 0.4123
     reporter.iteration(TrainProgress(120), STEP)
-    (line,) = megalite_log.messages
+    (line,) = [message for message in megalite_log.messages if not message.startswith("memory")]
     assert line == (
         "iteration      120/    2000 | loss 3.412907 | lr 2.950e-04 | grad norm 0.871 | 412.3 ms | 9.9k tok/s | "
         "skipped 0"
@@ -92,7 +119,63 @@ def test_numbers_for_machines(tmp_path: Path, clock: _Clock) -> None:
         "train/skipped": 2,
         "perf/step_ms": pytest.approx(500.0),
         "perf/tokens_per_s": pytest.approx(8192.0),
+        # 8 sequences of 1 teraflop in half a second on 8 ranks.
+        "perf/tflops_per_rank": pytest.approx(2.0),
     }
+
+
+def test_throughput_is_shown_if_asked_for(
+    tmp_path: Path, clock: _Clock, megalite_log: pytest.LogCaptureFixture
+) -> None:
+    reporter = _reporter(tmp_path, log_throughput=True)
+    clock.now += 0.4123
+    reporter.iteration(TrainProgress(120), STEP)
+    assert megalite_log.messages[-1].endswith("| skipped 0 | 2.43 TFLOP/s")
+
+
+def test_memory_is_shown_for_the_first_iterations_and_saves(
+    tmp_path: Path, megalite_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "memory_in_use", lambda device: {"host_mib": 100.2, "host_peak_mib": 0.1})
+    reporter = _reporter(tmp_path, log_interval=100)
+    for iteration in range(7, 11):
+        reporter.iteration(TrainProgress(iteration), STEP)
+        reporter.memory_around_save("before")
+        reporter.memory_around_save("after")
+    lines = [message for message in megalite_log.messages if message.startswith("memory")]
+    assert [line.partition(" in MiB")[0] for line in lines] == [
+        "memory after iteration 7",
+        "memory before the save",
+        "memory after the save",
+        "memory after iteration 8",
+        "memory before the save",
+        "memory after the save",
+    ]
+    # One number where all ranks have it.
+    assert lines[0] == "memory after iteration 7 in MiB: host 100 .. 200, host_peak 0"
+
+
+def test_sections_are_shown_with_their_spread_over_the_ranks(
+    tmp_path: Path, clock: _Clock, megalite_log: pytest.LogCaptureFixture
+) -> None:
+    reporter = _reporter(tmp_path, log_interval=2, timing_log_level=1)
+    for iteration in (1, 2, 3, 4):
+        with reporter.timers.section("optimizer", level=1):
+            clock.now += 0.010
+        reporter.iteration(TrainProgress(iteration), STEP)
+    lines = [message for message in megalite_log.messages if message.startswith("time since")]
+    prefix = "time since the last line, least .. most over the ranks, in ms: optimizer"
+    # Of one iteration after the start, then of two.
+    assert lines == [f"{prefix} 10.0 .. 20.0", f"{prefix} 10.0 .. 20.0", f"{prefix} 20.0 .. 40.0"]
+    values = [line["timers/optimizer_ms"] for line in _metrics(tmp_path) if "timers/optimizer_ms" in line]
+    assert values == [pytest.approx(20.0), pytest.approx(20.0), pytest.approx(40.0)]
+
+
+def test_other_ranks_take_part_and_say_nothing(tmp_path: Path, megalite_log: pytest.LogCaptureFixture) -> None:
+    reporter = _reporter(tmp_path, timing_log_level=1, rank=3)
+    reporter.iteration(TrainProgress(1), STEP)
+    reporter.memory_around_save("before")
+    assert not any(message.startswith(("memory", "time since")) for message in megalite_log.messages)
 
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path, megalite_log: pytest.LogCaptureFixture) -> None:
@@ -154,5 +237,7 @@ def test_closing_closes_the_sinks(tmp_path: Path) -> None:
         def close(self) -> None:
             closed.append(1)
 
-    Reporter(place(), [Sink(), Sink()], 1, 1, 1).close()
+    reporter = _reporter(tmp_path)
+    reporter.sinks = [Sink(), Sink()]
+    reporter.close()
     assert closed == [1, 1]
