@@ -52,6 +52,10 @@ class Reporter:
         self._iterations = 0
         self._is_first = True
 
+    def started(self, progress: TrainProgress, run_id: str) -> None:
+        """Note a start of the run; a resumed run keeps its id."""
+        self._write(progress, {"run/event": "start", "run/id": run_id})
+
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` out of the step time of the present interval."""
         self._paused += seconds

@@ -141,6 +141,7 @@ def _build(
         report = load_checkpoint(state, decision, common)
         logger.info("%s", report)
         log_state_hash(ctx, "loaded")
+    reporter.started(state.progress, state.run_id)
     _attach_data(ctx, datasets)
     return ctx
 

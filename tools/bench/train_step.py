@@ -194,9 +194,8 @@ def main() -> int:
             # Against two ideal ranks: twice the speed of one.
             ratio = one["ours"] / (2 * seconds) if options.threads == 1 else float("nan")
             rows.append({"run": f"megalite, {name}", "dtype": dtype, "tokens_per_s": tokens / seconds, "ratio": ratio})
-    print(
-        f"{options.size}: {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} x {shape['seq_length']} tokens, torch {torch.__version__}"
-    )
+    step = f"{MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} x {shape['seq_length']} tokens"
+    print(f"{options.size}: {step}, {options.threads} thread(s) a rank, torch {torch.__version__}")
     print(f"{'run':<20} {'dtype':<6} {'tokens/s':>10}  ratio (1 rank: to plain; 2 ranks: to twice 1 rank)")
     for row in rows:
         print(f"{row['run']:<20} {row['dtype']:<6} {row['tokens_per_s']:>10.0f}  {row['ratio']:.2f}")
