@@ -148,6 +148,93 @@ def test_a_skipped_update_consumes_its_samples_and_leaves_the_schedule() -> None
         assert ctx.state.scheduler.num_steps == 0
 
 
+# fp16
+
+SCALE = {"initial_loss_scale": 2.0**10, "min_loss_scale": 2.0**8, "loss_scale_window": 3, "hysteresis": 2}
+FP16 = {"precision": {"fp16": True, **SCALE}}
+
+
+def test_fp16_reports_what_was_there_without_the_scale() -> None:
+    outputs = []
+    for precision in ({}, FP16):
+        with training_run(small_config(SHORT, precision)) as ctx:
+            ctx.train_batches = _Batches()
+            outputs.append(train_step(ctx))
+    assert outputs[1].loss == pytest.approx(outputs[0].loss, rel=1e-3)
+    assert outputs[1].grad_norm == pytest.approx(outputs[0].grad_norm, rel=1e-2)
+    assert [output.loss_scale for output in outputs] == [1.0, 2.0**10]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_overflows_are_expected_while_the_scale_is_found(where: str) -> None:
+    with training_run(small_config(SHORT, FP16)) as ctx:
+        ctx.train_batches = _Batches()
+        _poison(ctx, where)
+        before = [p.detach().clone() for p in only_model(ctx.state).parameters()]
+        scales = []
+        for _ in range(5):
+            output = train_step(ctx)
+            advance(ctx, output)
+            scales.append(output.loss_scale)
+            assert not output.updated
+        assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8]
+        after = only_model(ctx.state).parameters()
+        assert all(torch.equal(a, b) or bool(a.isnan().any()) for a, b in zip(before, after, strict=True))
+        progress = ctx.progress
+        assert (progress.iteration, progress.consumed_train_samples, progress.skipped_iterations) == (5, 40, 5)
+        assert ctx.state.scheduler.num_steps == ctx.state.optimizer.num_steps == 0
+
+
+def test_an_overflow_with_a_constant_scale_stops_the_run() -> None:
+    with training_run(small_config(SHORT, {"precision": {"fp16": True, "loss_scale": 64.0}})) as ctx:
+        ctx.train_batches = _Batches()
+        _poison(ctx, "gradient")
+        with pytest.raises(NumericsError, match="the gradient norm of iteration 1"):
+            train_step(ctx)
+
+
+def test_the_loss_scale_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    # Three clean steps double it; at the checkpoint one step of the next window is done.
+    config = small_config(SHORT, FP16, {"training": {"train_iters": 8}}, _saving(tmp_path, exit_interval=4))
+    with training_run(config) as ctx:
+        assert train(ctx) is ExitReason.INTERVAL
+        scaler = ctx.state.optimizer.grad_scaler
+        assert (scaler.scale, scaler.growth_tracker) == (2.0**11, 1)
+    with training_run(config) as ctx:
+        scaler = ctx.state.optimizer.grad_scaler
+        assert (scaler.scale, scaler.growth_tracker, scaler.hysteresis_tracker) == (2.0**11, 1, 2)
+        train(ctx)
+        assert (scaler.scale, scaler.growth_tracker) == (2.0**12, 2)
+
+
+# Iterations that are left out, and batches that grow
+
+
+def test_a_skipped_iteration_consumes_its_samples_and_changes_nothing() -> None:
+    with training_run(small_config(SHORT, {"training": {"iterations_to_skip": [1, 3], "train_iters": 3}})) as ctx:
+        before = [p.detach().clone() for p in only_model(ctx.state).parameters()]
+        seen: list[int] = []
+        set_position = ctx.train_batches.set_position
+        ctx.train_batches.set_position = lambda consumed: (seen.append(consumed), set_position(consumed))
+        assert train(ctx) is ExitReason.FINISHED
+        assert seen == [8], "only the second iteration looked at its samples"
+        progress = ctx.progress
+        assert (progress.iteration, progress.consumed_train_samples) == (3, 24)
+        assert (progress.skipped_iterations, progress.skipped_train_samples) == (2, 16)
+        assert ctx.state.scheduler.num_steps == 8 and ctx.state.optimizer.num_steps == 1
+        assert not all(torch.equal(a, b) for a, b in zip(before, only_model(ctx.state).parameters(), strict=True))
+
+
+def test_the_batch_grows_behind_a_checkpoint(tmp_path: Path) -> None:
+    ramp = {"training": {"rampup_batch_size": [2, 2, 12], "global_batch_size": 6, "train_iters": 6}}
+    with training_run(small_config(SHORT, ramp, _saving(tmp_path))) as ctx:
+        train(ctx)
+        # 2 up to sample 6, 4 up to sample 12 (reached with 14), then 6.
+        assert ctx.progress.consumed_train_samples == 3 * 2 + 2 * 4 + 6
+        assert ctx.state.scheduler.num_steps == 20
+    assert sorted(folder.name for folder in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000005", "iter_0000006"]
+
+
 def test_progress_counts_samples_and_operations() -> None:
     with training_run(small_config(SHORT)) as ctx:
         for _ in range(2):
