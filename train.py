@@ -5,6 +5,7 @@ Exit status of a rank: 0 finished or stopped as asked; 2 configuration; 3 data o
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -38,4 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_status = main(sys.argv[1:])
+    # An error leaves its frames in cycles, and they hold process groups. A thread of gloo that meets the end of the
+    # interpreter aborts the process, whatever its status was to be.
+    gc.collect()
+    sys.exit(exit_status)

@@ -7,6 +7,7 @@ plain one gathers the shards again. So neither the kind of optimizer nor overlap
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,15 @@ class DistributedDataParallel:
         self._missing: dict[tuple[int, int], int] = {}
         self._reducing: dict[tuple[int, int], dist.Work | None] = {}
         self._gathering: dict[tuple[int, int], dist.Work | None] = {}
+        # Weak: a parameter would keep this object, and with it the process groups, in a cycle through C++ that no
+        # collector sees. Groups that are never taken down have threads that can crash the end of the interpreter.
+        on_gradient, on_forward = WeakMethod(self._on_gradient), WeakMethod(self._on_forward)
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: on_gradient()(parameter))
         if overlap_param_gather:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
-                    child.register_forward_pre_hook(self._on_forward)
+                    child.register_forward_pre_hook(lambda child, inputs: on_forward()(child, inputs))
 
     def _build_buffers(self, grad_dtype: torch.dtype | None, bucket_size: int) -> list[ParamAndGradBuffer]:
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}

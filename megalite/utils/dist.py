@@ -104,6 +104,10 @@ def backend_string() -> str:
 def initialize_world(world_size: int, timeout_minutes: float) -> Group:
     """Join the world that torchrun describes in the environment. Collective over the world."""
     if world_size > 1 and not dist.is_initialized():
+        # Imported now, as other parts of torch import it later: its default arguments are the world group of that
+        # moment, and would keep it, with its threads, beyond destroy_process_group().
+        from torch.distributed.nn import functional  # noqa: F401
+
         dist.init_process_group(backend_string(), timeout=timedelta(minutes=timeout_minutes))
     return world_group()
 

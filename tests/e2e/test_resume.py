@@ -60,7 +60,7 @@ def test_run_goes_on_over_changing_topologies(run_main: RunMain, tmp_path: Path)
         tp, pp, dp = topology
         with Job(tmp_path / f"job{number}", *command, *arguments, num_ranks=tp * pp * dp) as job:
             result = job.finish()
-        assert result.status == 0, result.output
+        assert result.status == 0, str(result)
         assert set(result.rank_statuses.values()) == {0}
         assert result.stopped_at[0] == read_tracker(save) == 3 * number
         assert f"TP={tp} PP={pp} DP={dp} on {tp * pp * dp} rank(s)" in result.stderr[0]

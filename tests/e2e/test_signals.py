@@ -41,8 +41,9 @@ def _assert_whole(save: Path, iteration: int) -> None:
 
 
 def _assert_saved_and_left(result: Finished, save: Path, status: int, num_ranks: int = 2) -> None:
-    assert result.status == status, result.output
+    assert result.status == status, str(result)
     assert result.rank_statuses == {rank: 0 for rank in range(num_ranks)}
+    assert not any(result.num_gloo_threads.values())
     iteration, reason = result.stopped_at
     assert reason == SIGNAL
     assert iteration == max(losses(save))
@@ -141,7 +142,7 @@ def test_signal_during_setup_ends_all_ranks_before_the_first_iteration(tmp_path:
     with _running(tmp_path, fault="signal_in_setup@1") as job:
         result = job.finish()
         job.wait_until_gone()
-    assert (result.status, result.rank_statuses) == (0, {0: 0, 1: 0}), result.output
+    assert (result.status, result.rank_statuses) == (0, {0: 0, 1: 0}), str(result)
     assert result.stopped_at == (0, SIGNAL)
     assert "Traceback" not in "".join(result.stderr.values())
     assert list((tmp_path / "run").glob("iter_*")) == []

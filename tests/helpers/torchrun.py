@@ -45,8 +45,14 @@ class Finished:
     """Of torchrun itself."""
     rank_statuses: dict[int, int]
     """Of the ranks that ended by themselves; one that a signal has ended is missing."""
+    num_gloo_threads: dict[int, int]
+    """Threads of process groups that a rank that ended by itself had left: they can abort the process at its end."""
     stderr: dict[int, str]
     """Of each rank."""
+
+    def __str__(self) -> str:
+        ranks = [f"--- rank {rank}\n{text}" for rank, text in self.stderr.items()]
+        return "\n".join([f"status {self.status}, ranks {self.rank_statuses}", self.output, *ranks])
 
     @property
     def stopped_at(self) -> tuple[int, str]:
@@ -163,13 +169,13 @@ class Job:
         return self._finished(self._process.returncode)
 
     def _finished(self, status: int) -> Finished:
-        statuses = {}
-        for rank in range(self.num_ranks):
-            path = self.folder / f"status.{rank}"
-            if path.exists():
-                statuses[rank] = int(path.read_text())
+        statuses, threads = self._noted("status"), self._noted("threads")
         stderr = {rank: self._stderr(rank) for rank in range(self.num_ranks)}
-        return Finished(status, (self.folder / "output").read_text(errors="replace"), statuses, stderr)
+        return Finished(status, (self.folder / "output").read_text(errors="replace"), statuses, threads, stderr)
+
+    def _noted(self, name: str) -> dict[int, int]:
+        paths = {rank: self.folder / f"{name}.{rank}" for rank in range(self.num_ranks)}
+        return {rank: int(path.read_text()) for rank, path in paths.items() if path.exists()}
 
     def _stderr(self, rank: int) -> str:
         if not self._has_launcher:
