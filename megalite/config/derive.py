@@ -226,16 +226,25 @@ def _check_data(config: Config) -> None:
         "data.tokenizer_type",
         "model.vocab_size",
     )
-    require(
-        training.eval_interval is None
-        or training.eval_iters == 0
-        or data.data_path is None
-        or data.split_weights()[1] > 0,
-        f"training.eval_interval is {training.eval_interval}, but data.split {data.split!r} leaves nothing for "
-        "validation; give the second number of split a share, or set eval_iters to 0",
-        "training.eval_interval",
-        "data.split",
-    )
+    is_evaluated = training.eval_interval is not None and training.eval_iters > 0
+    if not is_evaluated or data.mock_data:
+        return
+    if data.train_data_path is not None:
+        require(
+            data.valid_data_path is not None,
+            f"training.eval_interval is {training.eval_interval}, but data.train_data_path is given without "
+            "data.valid_data_path, so that there is nothing for validation; add it, or set eval_iters to 0",
+            "training.eval_interval",
+            "data.train_data_path",
+        )
+    elif not data.has_paths_per_split:
+        require(
+            data.split_weights()[1] > 0,
+            f"training.eval_interval is {training.eval_interval}, but data.split {data.split!r} leaves nothing for "
+            "validation; give the second number of split a share, or set eval_iters to 0",
+            "training.eval_interval",
+            "data.split",
+        )
 
 
 def _check_batch(config: Config) -> None:

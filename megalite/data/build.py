@@ -1,223 +1,202 @@
-"""From settings to datasets: opens the files, checks that they fit the run, and cuts the splits."""
+"""From settings to datasets: opens the files, checks that they fit the run, cuts the splits and mixes the sources."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megalite.data.gpt_dataset import SPLIT_NAMES, GPTDataset, split_ranges
-from megalite.data.index_cache import default_cache_folder, store
-from megalite.data.indexed_dataset import IndexedDataset, bin_path
-from megalite.data.meta import DatasetMeta, meta_path
+from megalite.config.blend import Blend
+from megalite.config.schema import DataConfig
+from megalite.data.blended import BlendedDataset, BlendSource, build_blended, fitting_sizes
+from megalite.data.content import check_content
+from megalite.data.gpt_dataset import GPTDataset, SampleFields, split_ranges
+from megalite.data.gpt_indices import plan_indices
+from megalite.data.index_cache import default_cache_folder
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock import NUM_SEQUENCES, MockGPTDataset
+from megalite.data.sources import resolve_sources, split_of
 from megalite.data.tokenizers import Tokenizer
-from megalite.utils.errors import ConfigError, DataError
+from megalite.utils.errors import DataError
 
-logger = logging.getLogger(__name__)
-
-_SCAN_TOKENS = 1 << 24
+AnyDataset = GPTDataset | BlendedDataset
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; one that was asked for no samples is None."""
+    """The three splits; one that was asked for no samples is None, or empty."""
 
-    train: GPTDataset | None
-    valid: GPTDataset | None
-    test: GPTDataset | None
+    train: AnyDataset | None = None
+    valid: dict[str, AnyDataset] = field(default_factory=dict)
+    """By name: "valid" alone, or "valid/NAME" for each of several validation sets, in the order of the settings."""
+
+    test: AnyDataset | None = None
 
     @property
-    def index_sizes(self) -> dict[str, list[int]]:
-        """What a checkpoint keeps, so that the order survives a change of the run's length."""
-        splits = {name: getattr(self, name) for name in SPLIT_NAMES}
-        return {name: dataset.index_sizes for name, dataset in splits.items() if dataset is not None}
+    def by_name(self) -> dict[str, AnyDataset]:
+        """All sets that have samples: "train", those of ``valid``, "test"."""
+        named = {"train": self.train, **self.valid, "test": self.test}
+        return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+    @property
+    def index_sizes(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain values, so that the order survives a change of the run's length."""
+        return {name: dataset.index_sizes for name, dataset in self.by_name.items()}
+
+    @property
+    def definitions(self) -> dict[str, dict[str, Any]]:
+        """What defines the order of each set besides ``index_sizes``, as plain values."""
+        return {name: dataset.definition for name, dataset in self.by_name.items()}
 
 
 def build_datasets(
+    data: DataConfig,
     *,
-    data_path: Sequence[str] | None,
-    mock_data: bool,
-    split: str,
     num_samples: Mapping[str, int],
     seq_length: int,
     seed: int,
     tokenizer: Tokenizer,
     vocab_size: int | None = None,
-    index_sizes: Mapping[str, Sequence[int]] | None = None,
-    data_cache_path: Path | None = None,
-    mmap_bin_files: bool = True,
-    eod_mask_loss: bool = False,
+    index_sizes: Mapping[str, Any] | None = None,
 ) -> Datasets:
-    """Return the datasets of "train", "valid" and "test" with ``num_samples`` each; 0 or left out gives None.
+    """Return the datasets of "train", "valid" and "test" with ``num_samples`` each; 0 or left out gives none.
 
     Local to a rank: every rank builds or reads the index cache by itself. ``vocab_size`` is the model's (None: the
     tokenizer's); a token beyond it is a DataError here, not a failure in the embedding. ``index_sizes`` come from the
-    checkpoint that is resumed.
+    checkpoint that is resumed. Each of several validation sets has the samples of "valid".
     """
-    unknown = set(num_samples) - set(SPLIT_NAMES)
-    assert not unknown, f"unknown splits {unknown}"
-    indexed = None if mock_data else _open(data_path, mmap_bin_files)
-    ranges = split_ranges(split, NUM_SEQUENCES if indexed is None else len(indexed))
-    cache_folder = data_cache_path
-    if indexed is not None:
-        cache_folder = data_cache_path or default_cache_folder(indexed.prefix)
-        _check_content(indexed, tokenizer, vocab_size or tokenizer.vocab_size, cache_folder)
-    built: dict[str, GPTDataset | None] = {}
-    for name, sequences in zip(SPLIT_NAMES, ranges, strict=True):
-        wanted = num_samples.get(name, 0)
-        built[name] = None
-        if not wanted:
-            continue
-        if len(sequences) == 0:
-            total = NUM_SEQUENCES if indexed is None else len(indexed)
+    builder = _Builder(data, seq_length, seed, tokenizer, vocab_size or tokenizer.vocab_size, index_sizes or {})
+    named = builder.mock(num_samples) if data.mock_data else builder.from_files(num_samples)
+    valid = {name: dataset for name, dataset in named.items() if split_of(name) == "valid"}
+    return Datasets(named.get("train"), valid, named.get("test"))
+
+
+@dataclass
+class _Builder:
+    data: DataConfig
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    vocab_size: int
+    index_sizes: Mapping[str, Any]
+    opened: dict[str, IndexedDataset] = field(default_factory=dict)
+
+    def mock(self, num_samples: Mapping[str, int]) -> dict[str, AnyDataset]:
+        built: dict[str, AnyDataset] = {}
+        ranges = split_ranges(self.data.split_text, NUM_SEQUENCES)
+        for (split, wanted), sequences in zip(_all_splits(num_samples), ranges, strict=True):
+            if wanted:
+                self._require_sequences(split, wanted, sequences, "mock data", NUM_SEQUENCES)
+                built[split] = MockGPTDataset(
+                    self.vocab_size,
+                    self.tokenizer.eod,
+                    sequences=sequences,
+                    num_samples=wanted,
+                    cache_folder=self.data.data_cache_path,
+                    defined_sizes=fitting_sizes(self.index_sizes.get(split), None, split) or (),
+                    **self._common(split),
+                )
+        return built
+
+    def from_files(self, num_samples: Mapping[str, int]) -> dict[str, AnyDataset]:
+        wanted = dict(_all_splits(num_samples))
+        sources = resolve_sources(self.data)
+        # Also the data of splits that are asked for nothing: a wrong prefix should not wait for a later run.
+        for blend in sources.blends.values():
+            for prefix in blend.prefixes:
+                self._open(prefix)
+        missing = [split for split in wanted if wanted[split] and split not in map(split_of, sources.blends)]
+        if missing:
             raise DataError(
-                f"the {name} split is asked for {wanted} samples but has no data: data.split {split!r} gives it none "
-                f"of the {total} sequences. Raise its weight, add documents, or ask for no {name} samples."
+                f"the {missing[0]} split is asked for {wanted[missing[0]]} samples but has no data: neither "
+                f"data.{missing[0]}_data_path nor data.per_split_data_args_path names any. Add it, or ask for no "
+                f"{missing[0]} samples."
             )
-        options = {
-            "num_samples": wanted,
-            "seq_length": seq_length,
-            "seed": seed,
-            "split": name,
-            "eod_mask_loss": eod_mask_loss,
-            "cache_folder": cache_folder,
-            "defined_sizes": (index_sizes or {}).get(name, ()),
+        return {
+            name: self._build(name, blend, sources.split, wanted[split_of(name)])
+            for name, blend in sources.blends.items()
+            if wanted[split_of(name)]
         }
-        if indexed is None:
-            built[name] = MockGPTDataset(
-                vocab_size or tokenizer.vocab_size, tokenizer.eod, sequences=sequences, **options
+
+    def _build(self, name: str, blend: Blend, split: str | None, num_samples: int) -> AnyDataset:
+        parts = [self._cut(prefix, name, split, num_samples) for prefix in blend.prefixes]
+        is_single = len(parts) == 1 and blend.weights is None
+        stored = fitting_sizes(self.index_sizes.get(name), None if is_single else len(parts), name)
+        if is_single:
+            return self._dataset(name, *parts[0], num_samples, stored or ())
+        first = self.opened[blend.prefixes[0]].prefix
+        return build_blended(
+            [self._source(name, *part) for part in parts],
+            blend.weights,
+            num_samples=num_samples,
+            surplus=self.data.mid_level_dataset_surplus,
+            split=split_of(name),
+            cache_folder=self.data.data_cache_path or default_cache_folder(first),
+            defined_sizes=stored,
+        )
+
+    def _cut(self, prefix: str, name: str, split: str | None, num_samples: int) -> tuple[IndexedDataset, range]:
+        indexed = self._open(prefix)
+        if split is None:
+            return indexed, range(len(indexed))
+        ranges = dict(zip(("train", "valid", "test"), split_ranges(split, len(indexed)), strict=True))
+        sequences = ranges[split_of(name)]
+        self._require_sequences(name, num_samples, sequences, indexed.name, len(indexed))
+        return indexed, sequences
+
+    def _source(self, name: str, indexed: IndexedDataset, sequences: range) -> BlendSource:
+        # A first look, before it is known how many samples are drawn. Too little data is told by the dataset itself.
+        tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        per_epoch = max(1, plan_indices(max(1, tokens), None, self.seq_length).num_samples)
+        return BlendSource(
+            lambda count, defined: self._dataset(name, indexed, sequences, count, defined), samples_per_epoch=per_epoch
+        )
+
+    def _dataset(
+        self, name: str, indexed: IndexedDataset, sequences: range, num_samples: int, defined: Sequence[int]
+    ) -> GPTDataset:
+        return GPTDataset(
+            indexed,
+            sequences,
+            num_samples=num_samples,
+            cache_folder=self._cache_folder(indexed),
+            defined_sizes=defined,
+            **self._common(split_of(name)),
+        )
+
+    def _common(self, split: str) -> dict[str, Any]:
+        fields = SampleFields(
+            eod_id=self.tokenizer.eod,
+            eod_mask_loss=self.data.eod_mask_loss,
+            reset_position_ids=self.data.reset_position_ids,
+            reset_attention_mask=self.data.reset_attention_mask,
+        )
+        return {"seq_length": self.seq_length, "seed": self.seed, "split": split, "fields": fields}
+
+    def _cache_folder(self, indexed: IndexedDataset) -> Path:
+        return self.data.data_cache_path or default_cache_folder(indexed.prefix)
+
+    def _open(self, prefix: str) -> IndexedDataset:
+        """Open and check the files of a prefix once, however many sets read them."""
+        if prefix not in self.opened:
+            indexed = IndexedDataset(Path(prefix), self.data.mmap_bin_files)
+            check_content(indexed, self.tokenizer, self.vocab_size, self._cache_folder(indexed))
+            self.opened[prefix] = indexed
+        return self.opened[prefix]
+
+    def _require_sequences(self, name: str, wanted: int, sequences: range, source: str, total: int) -> None:
+        if len(sequences) == 0:
+            raise DataError(
+                f"{source}: the {name} split is asked for {wanted} samples but has no data: data.split "
+                f"{self.data.split_text!r} gives it none of the {total} sequences. Raise its weight, add documents, or "
+                f"ask for no {name} samples."
             )
-        else:
-            built[name] = GPTDataset(
-                indexed, np.arange(sequences.start, sequences.stop), eod_id=tokenizer.eod, **options
-            )
-    return Datasets(**built)
 
 
-def _open(data_path: Sequence[str] | None, mmap: bool) -> IndexedDataset:
-    if not data_path:
-        raise ConfigError("data.data_path is not set and data.mock_data is off; give the prefix of a dataset.")
-    if len(data_path) > 1:
-        raise ConfigError(
-            f"data.data_path names {len(data_path)} entries ({', '.join(map(str, data_path))}); blends are not "
-            "available. Give one prefix, or merge the datasets."
-        )
-    indexed = IndexedDataset(Path(data_path[0]), mmap)
-    if indexed.num_tokens == 0:
-        raise DataError(
-            f"{indexed.prefix} is empty: it has {len(indexed)} sequences and no token. Run tools/preprocess_data.py on "
-            "documents with text."
-        )
-    return indexed
-
-
-def _check_content(indexed: IndexedDataset, tokenizer: Tokenizer, vocab_size: int, cache_folder: Path) -> None:
-    meta = indexed.meta()
-    if meta is not None:
-        check_tokenizer(meta, tokenizer, meta_path(indexed.prefix))
-    check_token_range(indexed, vocab_size, cache_folder, meta)
-
-
-def check_tokenizer(meta: DatasetMeta, tokenizer: Tokenizer, where: Path) -> None:
-    """Raise DataError when the data was made with another tokenizer or another end-of-document id."""
-    if meta.tokenizer is not None and meta.tokenizer != tokenizer.name:
-        raise DataError(
-            f"{where} says the data was made with {meta.tokenizer}, this run uses {tokenizer.name}. Set "
-            f"data.tokenizer_type to {meta.tokenizer} or make the data again."
-        )
-    if meta.eod is not None and meta.eod != tokenizer.eod:
-        raise DataError(
-            f"{where} says documents end with token {meta.eod}, {tokenizer.name} of this run ends them with "
-            f"{tokenizer.eod}. Use the vocabulary size of the data ({meta.vocab_size}) or make the data again."
-        )
-
-
-def check_token_range(
-    indexed: IndexedDataset, vocab_size: int, cache_folder: Path | None = None, meta: DatasetMeta | None = None
-) -> None:
-    """Raise DataError when a token id is not below ``vocab_size``.
-
-    Free for data with a ``.meta.json`` (``meta``); the files of other tools are read once, and what was found is kept
-    in ``cache_folder``.
-    """
-    if indexed.dtype.kind not in "ui":
-        raise DataError(
-            f"{indexed.prefix} holds {indexed.dtype.name} values, which are not token ids. "
-            "Set data.data_path to token data."
-        )
-    limits = np.iinfo(indexed.dtype)
-    if limits.min >= 0 and limits.max < vocab_size:
-        return
-    low, high = (0, meta.max_token_id) if meta is not None else _token_range(indexed, cache_folder)
-    if low >= 0 and high < vocab_size:
-        return
-    token, sequence = _first_outside(indexed, vocab_size)
-    made_for = f" (the data was made for {meta.vocab_size})" if meta is not None and meta.vocab_size else ""
-    raise DataError(
-        f"{bin_path(indexed.prefix)} holds token id {token} in document {indexed.document_of(sequence)} (sequence "
-        f"{sequence}), the vocabulary has {vocab_size} ids{made_for}; the largest id is {high}. Set model.vocab_size "
-        f"to at least {high + 1} or make the data again with the run's tokenizer."
-    )
-
-
-def _token_range(indexed: IndexedDataset, cache_folder: Path | None) -> tuple[int, int]:
-    path = None if cache_folder is None else cache_folder / f"{_file_digest(indexed)}-token_range.json"
-    if path is not None:
-        try:
-            low, high = json.loads(path.read_bytes())
-            return int(low), int(high)
-        except (OSError, ValueError, TypeError):
-            # Missing or damaged: found again below, at the price of reading the data once.
-            pass
-    started = time.monotonic()
-    low, high = 0, 0
-    tokens = np.memmap(bin_path(indexed.prefix), dtype=indexed.dtype, mode="r")
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        chunk = tokens[start : start + _SCAN_TOKENS]
-        low, high = min(low, int(chunk.min())), max(high, int(chunk.max()))
-    logger.info(
-        "%s has no %s: read its %d tokens in %.2f s to find the largest id, %d",
-        indexed.prefix,
-        meta_path(indexed.prefix).name,
-        len(tokens),
-        time.monotonic() - started,
-        high,
-    )
-    if path is not None:
-        try:
-            store(path, lambda file: file.write(json.dumps([low, high]).encode()))
-        except OSError as error:
-            logger.warning(
-                "the token range of %s cannot be kept in %s (%s); the data is read again at every start. Set "
-                "data.data_cache_path to a folder that can be written.",
-                indexed.prefix,
-                cache_folder,
-                error.strerror,
-            )
-    return low, high
-
-
-def _file_digest(indexed: IndexedDataset) -> str:
-    path = bin_path(indexed.prefix)
-    status = path.stat()
-    identity = [str(path.resolve()), status.st_size, status.st_mtime_ns, indexed.dtype.name]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-
-
-def _first_outside(indexed: IndexedDataset, vocab_size: int) -> tuple[int, int]:
-    for sequence in range(len(indexed)):
-        tokens = indexed.get(sequence)
-        outside = (tokens < 0) | (tokens >= vocab_size)
-        if outside.any():
-            return int(tokens[np.argmax(outside)]), sequence
-    raise DataError(
-        f"{meta_path(indexed.prefix)} speaks of a token id beyond {vocab_size - 1}, but {bin_path(indexed.prefix)} has "
-        "none. The files do not belong together: remove the first one or make the data again."
-    )
+def _all_splits(num_samples: Mapping[str, int]) -> list[tuple[str, int]]:
+    unknown = set(num_samples) - {"train", "valid", "test"}
+    assert not unknown, f"unknown splits {unknown}"
+    return [(split, num_samples.get(split, 0)) for split in ("train", "valid", "test")]

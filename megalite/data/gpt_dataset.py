@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
-import json
 import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from megalite.data.gpt_indices import (
     sample_index_dtype,
     shuffle_index_dtype,
 )
-from megalite.data.index_cache import load_array, store
+from megalite.data.index_cache import Tables, load_or_build
 from megalite.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -35,13 +35,52 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 class TokenSource(Protocol):
-    """What a dataset reads from: ``IndexedDataset``, or generated sequences."""
+    """What a dataset reads from: ``IndexedDataset``, or generated sequences. ``name`` is for messages."""
 
+    name: str
     sequence_lengths: np.ndarray
 
     def __len__(self) -> int: ...
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class SampleFields:
+    """What ends of documents do to a sample; without ``eod_id`` nothing."""
+
+    eod_id: int | None = None
+    eod_mask_loss: bool = False
+    """Loss mask 0 where the input is an end of document: it would predict an unrelated document's first token."""
+
+    reset_position_ids: bool = False
+    """Positions count from 0 again behind an end of document."""
+
+    reset_attention_mask: bool = False
+    """Add ``document_ids``: position i may attend to j if j <= i and both have the same number."""
+
+    def of(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the fields that go with int64 ``tokens`` [L]."""
+        fields = {
+            "loss_mask": np.ones(len(tokens), dtype=np.float32),
+            "position_ids": np.arange(len(tokens), dtype=np.int64),
+        }
+        if self.eod_id is None:
+            return fields
+        is_end = tokens == self.eod_id
+        if self.eod_mask_loss:
+            fields["loss_mask"][is_end] = 0.0
+        if not (self.reset_position_ids or self.reset_attention_mask):
+            return fields
+        # An end of document belongs to the document that it ends.
+        document_ids = np.zeros(len(tokens), dtype=np.int32)
+        np.cumsum(is_end[:-1], dtype=np.int32, out=document_ids[1:])
+        if self.reset_position_ids:
+            starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
+            fields["position_ids"] -= starts[document_ids]
+        if self.reset_attention_mask:
+            fields["document_ids"] = document_ids
+        return fields
 
 
 def split_ranges(split: str, num_sequences: int) -> tuple[range, range, range]:
@@ -98,23 +137,23 @@ class GPTDataset:
         seq_length: int,
         seed: int,
         split: str = "train",
-        eod_id: int | None = None,
-        eod_mask_loss: bool = False,
+        fields: SampleFields | None = None,
         cache_folder: Path | None = None,
         defined_sizes: Sequence[int] = (),
     ) -> None:
         assert num_samples is None or num_samples > 0, "a split without samples has no dataset"
         self.source, self.split, self.seq_length, self.seed = source, split, seq_length, seed
-        self._eod_id, self._eod_mask_loss, self._cache_folder = eod_id, eod_mask_loss, cache_folder
+        self._fields, self._cache_folder = fields or SampleFields(), cache_folder
         self._sequences = np.asarray(sequences, dtype=document_index_dtype(len(source)))
         lengths = source.sequence_lengths[self._sequences]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + EXTRA_TOKENS:
             raise DataError(
-                f"the {split} split has {len(self._sequences)} sequences with {self.tokens_per_epoch} tokens, one "
-                f"sample needs {seq_length + EXTRA_TOKENS}. Add data, lower model.seq_length, or change data.split."
+                f"{source.name}: the {split} split has {len(self._sequences)} sequences with {self.tokens_per_epoch} "
+                f"tokens, one sample needs {seq_length + EXTRA_TOKENS}. Add data, lower model.seq_length, or change "
+                "data.split."
             )
-        self._longest = int(lengths.max())
+        self._longest_of_source = int(source.sequence_lengths.max())
         content = hashlib.sha256(np.ascontiguousarray(lengths).view(np.uint8))
         content.update(np.ascontiguousarray(self._sequences, dtype=np.int64).view(np.uint8))
         self._content = content.hexdigest()
@@ -123,12 +162,22 @@ class GPTDataset:
         self._starts = [0]
         for size in defined_sizes:
             self._add_segment(size)
-        wanted = num_samples or plan_indices(self.tokens_per_epoch, None, seq_length).num_samples
+        wanted = num_samples or self.samples_per_epoch
         if wanted > len(self):
             self._add_segment(wanted - len(self))
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in one pass over the sequences."""
+        return plan_indices(self.tokens_per_epoch, None, self.seq_length).num_samples
+
+    @property
+    def tables(self) -> list[np.ndarray]:
+        """All index tables; those that are kept in the cache are mapped files."""
+        return [table for segment in self._segments for table in vars(segment).values()]
 
     @property
     def index_sizes(self) -> list[int]:
@@ -154,8 +203,7 @@ class GPTDataset:
             "seq_length": self.seq_length,
             "seed": self.seed,
             "split": self.split,
-            "eod_id": self._eod_id,
-            "eod_mask_loss": self._eod_mask_loss,
+            "fields": self._fields,
             "cache_folder": self._cache_folder,
             "defined_sizes": self.index_sizes,
         }
@@ -164,17 +212,9 @@ class GPTDataset:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return the tensors of one sample; they are the caller's own and may be changed."""
         text = self.read_text(index)
-        tokens = text[:-1].copy()
-        mask = np.ones(self.seq_length, dtype=np.float32)
-        if self._eod_mask_loss and self._eod_id is not None:
-            # The position whose input is the end of a document: it would predict an unrelated document's first token.
-            mask[tokens == self._eod_id] = 0.0
-        return {
-            "tokens": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(text[1:]),
-            "loss_mask": torch.from_numpy(mask),
-            "position_ids": torch.arange(self.seq_length, dtype=torch.int64),
-        }
+        # A copy, or tokens and labels would share a buffer.
+        sample = {"tokens": text[:-1].copy(), "labels": text[1:], **self._fields.of(text[:-1])}
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     def read_text(self, index: int) -> np.ndarray:
         """Return the ``seq_length + 1`` token ids of a sample as int64; IndexError outside the dataset."""
@@ -218,53 +258,26 @@ class GPTDataset:
 
     def _load_or_build(self, number: int, size: int, plan: IndexPlan) -> GPTIndices:
         seed = segment_seed(self.seed, number)
-        definition = {**self.definition, "seed": seed, "num_samples": size, "format": 1}
-        paths = self._cache_paths(definition)
-        tables = self._load(paths, plan)
-        if tables is not None:
-            return tables
-        started = time.monotonic()
-        tables = build_indices(self.source.sequence_lengths, self._sequences, plan, self.seq_length, seed)
-        elapsed = time.monotonic() - started
-        logger.info(
-            "%s data: indexed %d samples in %d epochs in %.2f s", self.split, plan.num_samples, plan.num_epochs, elapsed
-        )
-        if not paths:
-            return tables
-        try:
-            text = json.dumps(definition, indent=4).encode()
-            store(paths["description"], lambda file: file.write(text))
-            for name, array in vars(tables).items():
-                store(paths[name], functools.partial(np.save, arr=array, allow_pickle=False))
-        except OSError as error:
-            logger.warning(
-                "%s data: the index cache folder %s cannot be written (%s); indices stay in memory and are built again "
-                "at every start. Set data.data_cache_path to a folder that can be written.",
-                self.split,
-                self._cache_folder,
-                error.strerror,
-            )
-            return tables
-        # Mapped instead of kept: the ranks of a host then share one copy.
-        return self._load(paths, plan) or tables
-
-    def _cache_paths(self, definition: dict[str, int | str]) -> dict[str, Path]:
-        if self._cache_folder is None:
-            return {}
-        digest = hashlib.sha256(json.dumps(definition, indent=4).encode()).hexdigest()[:32]
-        start = f"{digest}-GPTDataset-{self.split}"
-        names = ("document_index", "sample_index", "shuffle_index")
-        paths = {name: self._cache_folder / f"{start}-{name}.npy" for name in names}
-        return {**paths, "description": self._cache_folder / f"{start}-description.txt"}
-
-    def _load(self, paths: dict[str, Path], plan: IndexPlan) -> GPTIndices | None:
-        if not paths:
-            return None
         places = plan.num_epochs * len(self._sequences)
-        longest = int(self.source.sequence_lengths.max())
-        documents = load_array(paths["document_index"], (places,), document_index_dtype(int(self._sequences.max())))
-        samples = load_array(paths["sample_index"], (plan.num_samples + 1, 2), sample_index_dtype(places, longest))
-        shuffle = load_array(paths["shuffle_index"], (plan.num_samples,), shuffle_index_dtype(plan.num_samples))
-        if documents is None or samples is None or shuffle is None:
-            return None
-        return GPTIndices(documents, samples, shuffle)
+        shapes = {
+            "document_index": ((places,), document_index_dtype(int(self._sequences.max()))),
+            "sample_index": ((plan.num_samples + 1, 2), sample_index_dtype(places, self._longest_of_source)),
+            "shuffle_index": ((plan.num_samples,), shuffle_index_dtype(plan.num_samples)),
+        }
+
+        def build() -> Tables:
+            started = time.monotonic()
+            tables = build_indices(self.source.sequence_lengths, self._sequences, plan, self.seq_length, seed)
+            elapsed = time.monotonic() - started
+            logger.info(
+                "%s, %s data: indexed %d samples in %d epochs in %.2f s",
+                self.source.name,
+                self.split,
+                plan.num_samples,
+                plan.num_epochs,
+                elapsed,
+            )
+            return vars(tables)
+
+        definition = {**self.definition, "seed": seed, "num_samples": size, "format": 1}
+        return GPTIndices(**load_or_build(self._cache_folder, f"GPTDataset-{self.split}", definition, shapes, build))

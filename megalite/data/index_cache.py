@@ -1,19 +1,26 @@
-"""Index arrays kept as ``.npy`` files that several ranks and jobs may build, replace and read at the same time."""
+"""Index tables kept as ``.npy`` files that several ranks and jobs may build, replace and read at the same time."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from megalite.utils.files import make_directories
 
 logger = logging.getLogger(__name__)
+
+Tables = dict[str, np.ndarray]
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+"""Shape and type of each table, by name."""
 
 
 def default_cache_folder(prefix: Path) -> Path:
@@ -58,3 +65,46 @@ def load_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarra
         return array
     logger.warning("index cache %s is damaged and is built again: %s", path, problem)
     return None
+
+
+def load_or_build(
+    folder: Path | None, label: str, definition: Mapping[str, Any], shapes: Shapes, build: Callable[[], Tables]
+) -> Tables:
+    """Return the tables of ``definition``: from ``folder``, or built and then kept there.
+
+    A ``folder`` that is None or that cannot be written leaves them in memory. ``label`` is part of the file names.
+    """
+    if folder is None:
+        return build()
+    text = json.dumps(definition, indent=4).encode()
+    start = f"{hashlib.sha256(text).hexdigest()[:32]}-{label}"
+    paths = {name: folder / f"{start}-{name}.npy" for name in shapes}
+    tables = _load(paths, shapes)
+    if tables is not None:
+        return tables
+    tables = build()
+    try:
+        store(folder / f"{start}-description.txt", lambda file: file.write(text))
+        for name, array in tables.items():
+            store(paths[name], functools.partial(np.save, arr=array, allow_pickle=False))
+    except OSError as error:
+        logger.warning(
+            "%s: the index cache folder %s cannot be written (%s); indices stay in memory and are built again at every "
+            "start. Set data.data_cache_path to a folder that can be written.",
+            label,
+            folder,
+            error.strerror,
+        )
+        return tables
+    # Mapped instead of kept: the ranks of a host then share one copy.
+    return _load(paths, shapes) or tables
+
+
+def _load(paths: Mapping[str, Path], shapes: Shapes) -> Tables | None:
+    tables = {}
+    for name, path in paths.items():
+        array = load_array(path, *shapes[name])
+        if array is None:
+            return None
+        tables[name] = array
+    return tables

@@ -157,6 +157,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: Path | str, mmap: bool = True) -> None:
         self.prefix = Path(prefix)
+        self.name = str(self.prefix)
         self.mmap = mmap
         index = _read_index(self.prefix)
         self.dtype = index.dtype

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.gpt_dataset import GPTDataset, SampleFields
 
 NUM_SEQUENCES = 100_000
 MAX_SEQUENCE_LENGTH = 4096
@@ -17,7 +17,7 @@ class MockTokens:
     """100,000 sequences 1, 2, 3, ... (modulo the vocabulary) of random length, each ended by the end-of-document id."""
 
     def __init__(self, vocab_size: int, eod_id: int) -> None:
-        self.vocab_size, self.eod_id = vocab_size, eod_id
+        self.name, self.vocab_size, self.eod_id = "mock data", vocab_size, eod_id
         # The dtype is part of the definition: it changes how many random bits a number takes.
         random = np.random.default_rng(0)
         self.sequence_lengths = random.integers(1, MAX_SEQUENCE_LENGTH, NUM_SEQUENCES, dtype=np.int32)
@@ -50,7 +50,7 @@ class MockGPTDataset(GPTDataset):
         seed: int,
         sequences: range = range(NUM_SEQUENCES),
         split: str = "train",
-        eod_mask_loss: bool = False,
+        fields: SampleFields | None = None,
         cache_folder: Path | None = None,
         defined_sizes: Sequence[int] = (),
     ) -> None:
@@ -61,8 +61,7 @@ class MockGPTDataset(GPTDataset):
             seq_length=seq_length,
             seed=seed,
             split=split,
-            eod_id=eod_id,
-            eod_mask_loss=eod_mask_loss,
+            fields=fields,
             cache_folder=cache_folder,
             defined_sizes=defined_sizes,
         )

@@ -294,7 +294,7 @@ def _index_sizes(decision: LoadDecision | None, common: Mapping[str, Any]) -> Ma
     return common.get("megalite", {}).get("index_sizes", {})
 
 
-def _num_samples(config: Config, derived: Derived, progress: TrainProgress) -> dict[str, int]:
+def samples_per_split(config: Config, derived: Derived, progress: TrainProgress) -> dict[str, int]:
     """Return how many samples each split is asked for over the whole run, from where it stands."""
     training = config.training
     train, valid = derived.train_samples, 0
@@ -319,20 +319,14 @@ def _datasets(
     index_sizes: Mapping[str, list[int]],
     progress: TrainProgress,
 ) -> Datasets:
-    data = config.data
     return build_datasets(
-        data_path=data.data_path,
-        mock_data=data.mock_data,
-        split=data.split,
-        num_samples=_num_samples(config, derived, progress),
+        config.data,
+        num_samples=samples_per_split(config, derived, progress),
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         index_sizes=index_sizes,
-        data_cache_path=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
-        eod_mask_loss=data.eod_mask_loss,
     )
 
 
@@ -344,7 +338,7 @@ def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
     progress = ctx.progress
 
     def loader(name: str, consumed: int) -> BatchLoader | None:
-        dataset = getattr(datasets, name)
+        dataset = datasets.by_name.get(name)
         if dataset is None:
             return None
         return BatchLoader(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megalite.config.schema.data import DataConfig
 from megalite.config.schema.model import ModelConfig, ParallelConfig, PrecisionConfig
 from megalite.config.schema.run import CheckpointConfig, LoggingConfig, ProfilingConfig, ResilienceConfig
-from megalite.config.schema.training import DataConfig, OptimizerConfig, RngConfig, TrainingConfig
+from megalite.config.schema.training import OptimizerConfig, RngConfig, TrainingConfig
 
 __all__ = [
     "CheckpointConfig",

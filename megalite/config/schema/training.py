@@ -1,12 +1,9 @@
-"""Sections that say how the weights move: training, optimizer, data, rng."""
+"""Sections that say how the weights move: training, optimizer, rng."""
 
 from __future__ import annotations
 
-import math
-import re
 import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from megalite.config.checks import require, require_above, require_at_least, require_at_most_one, require_probability
@@ -295,79 +292,6 @@ class OptimizerConfig:
                 "end_weight_decay are left out; set both, or the style to constant",
                 keys[2],
             )
-
-
-@dataclass(kw_only=True, frozen=True)
-class DataConfig:
-    """Where tokens come from. Exactly one of data_path and mock_data is given."""
-
-    data_path: list[str] | None = None
-    """Prefix of the ``.bin`` and ``.idx`` files. This version takes one prefix, not a blend of several."""
-
-    split: str = "969,30,1"
-    """Relative sizes of training, validation and test data; missing ones are 0."""
-
-    data_cache_path: Path | None = None
-    """Folder for sample indices; left out, a folder beside the data."""
-
-    mock_data: bool = False
-    """Train on generated tokens."""
-
-    mmap_bin_files: bool = True
-    """Map the ``.bin`` file into memory instead of reading pieces of it."""
-
-    num_workers: int = 0
-    """Processes that prepare batches on each rank; 0 prepares them in the training process."""
-
-    eod_mask_loss: bool = False
-    """Leave positions that hold the end-of-document token out of the loss."""
-
-    tokenizer_type: Literal["ByteTokenizer", "NullTokenizer"] = "ByteTokenizer"
-    """ByteTokenizer makes one token of each byte; NullTokenizer reads numbers and needs model.vocab_size."""
-
-    def __post_init__(self) -> None:
-        require_at_least("data.num_workers", self.num_workers, 0)
-        self._check_source()
-        self._check_split()
-
-    def split_weights(self) -> tuple[float, float, float]:
-        """Weights of training, validation and test data as given, not normalised."""
-        numbers = [float(part) for part in self.split.split(",")]
-        train, valid, test = numbers + [0.0] * (3 - len(numbers))
-        return train, valid, test
-
-    def _check_source(self) -> None:
-        sources = ("data_path", "mock_data")
-        require_at_most_one(
-            "data", sources, (self.data_path is not None, self.mock_data), "a run has one source of tokens"
-        )
-        require(
-            self.data_path is not None or self.mock_data,
-            "data.data_path and data.mock_data are both left out, but the run needs tokens; set one of them",
-            *(f"data.{name}" for name in sources),
-        )
-        if self.data_path is not None:
-            require(
-                len(self.data_path) == 1 and self.data_path[0] != "",
-                f"data.data_path is {self.data_path}, but this version reads exactly one prefix and has no blends; "
-                "give one prefix, without .bin or .idx",
-                "data.data_path",
-            )
-
-    def _check_split(self) -> None:
-        parts = [part.strip() for part in self.split.split(",")]
-        is_readable = len(parts) <= 3 and all(re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts)
-        require(
-            is_readable and 0 < sum(map(float, parts)) < math.inf,
-            f"data.split is {self.split!r}, but must be one to three numbers that are not negative and not all 0, "
-            "separated by commas; write for example 969,30,1",
-            "data.split",
-        )
-        require(
-            float(parts[0]) > 0,
-            f"data.split is {self.split!r}, which leaves nothing for training; make its first number greater than 0",
-            "data.split",
-        )
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -159,6 +159,14 @@ def test_run_shorter_than_a_batch_is_refused_when_the_batch_is_known():
             ["training.eval_interval=5", "data.mock_data=no", "data.data_path=a", "data.split=99,0,1"],
             "leaves nothing for validation",
         ),
+        (
+            ["training.eval_interval=5", "data.mock_data=no", "data.data_args_path=f", "data.split=1"],
+            "leaves nothing for validation",
+        ),
+        (
+            ["training.eval_interval=5", "data.mock_data=no", "data.train_data_path=a"],
+            "without data.valid_data_path, so that there is nothing for validation",
+        ),
         (["training.global_batch_size=9"], "which training.micro_batch_size 2 does not divide"),
         (["training.global_batch_size=2000", *SAMPLES], "less than one global batch"),
         *(([f"optimizer.lr_{name}_samples=9"], f"lr_{name}_samples is 9") for name in ("decay", "warmup")),

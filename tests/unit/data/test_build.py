@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.build import build_datasets, check_token_range
+from megalite.config.schema import DataConfig
+from megalite.data.build import build_datasets
+from megalite.data.content import check_token_range
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megalite.data.tokenizers import ByteTokenizer, NullTokenizer
-from megalite.utils.errors import ConfigError, DataError
+from megalite.utils.errors import DataError
 
 TOKENIZER = ByteTokenizer()
 
@@ -26,16 +28,15 @@ def prefix(tmp_path):
 
 
 def build(prefix, **options):
-    settings = {
-        "data_path": [str(prefix)],
-        "mock_data": False,
-        "split": "80,10,10",
+    arguments = {
         "num_samples": {"train": 50, "valid": 5, "test": 5},
         "seq_length": 16,
         "seed": 1,
         "tokenizer": TOKENIZER,
     }
-    return build_datasets(**{**settings, **options})
+    arguments |= {key: options.pop(key) for key in (*arguments, "vocab_size", "index_sizes") if key in options}
+    settings = {"data_path": [str(prefix)], "split": "80,10,10", **options}
+    return build_datasets(DataConfig(**settings), **arguments)
 
 
 def write_foreign(prefix, documents, dtype):
@@ -48,7 +49,7 @@ def write_foreign(prefix, documents, dtype):
 
 def test_splits_hold_their_own_documents(prefix):
     data = build(prefix)
-    for dataset, low, high in ((data.train, 0, 80), (data.valid, 80, 90), (data.test, 90, 100)):
+    for dataset, low, high in ((data.train, 0, 80), (data.valid["valid"], 80, 90), (data.test, 90, 100)):
         tokens = np.unique(np.concatenate([dataset.read_text(i) for i in range(len(dataset))]))
         assert set(tokens) - {256} <= set(range(low, high))
     assert (prefix.parent / "cache" / "GPTDataset_indices").is_dir()
@@ -75,7 +76,7 @@ def test_index_sizes_come_back_from_the_checkpoint(prefix, mock):
 
 def test_mock_data_needs_no_files():
     data = build(Path("/nowhere"), data_path=None, mock_data=True, num_samples={"train": 10})
-    assert len(data.train) >= 10 and data.valid is None and int(data.train.read_text(0).max()) < 257
+    assert len(data.train) >= 10 and data.valid == {} and int(data.train.read_text(0).max()) < 257
 
 
 def test_options_reach_the_samples(prefix):
@@ -84,20 +85,18 @@ def test_options_reach_the_samples(prefix):
     assert data.train.source.mmap is False
 
 
-@pytest.mark.parametrize("path", [None, [], ["a", "b"]])
-def test_data_path_is_one_prefix(prefix, path):
-    with pytest.raises(ConfigError, match=r"data\.data_path"):
-        build(prefix, data_path=path)
-
-
 def test_a_split_without_data_that_is_asked_for(prefix):
-    with pytest.raises(DataError, match=r"valid split is asked for 5 samples.*'1,0,0' gives it none of the 100"):
+    with pytest.raises(
+        DataError, match=r"corpus: the valid split is asked for 5 samples.*'1,0,0' gives it none of the 100"
+    ):
         build(prefix, split="1,0,0")
-    assert build(prefix, split="1,0,0", num_samples={"train": 5, "valid": 0}).valid is None
+    assert build(prefix, split="1,0,0", num_samples={"train": 5, "valid": 0}).valid == {}
 
 
 def test_a_split_too_short_for_a_sample(prefix):
-    with pytest.raises(DataError, match=r"valid split has 10 sequences with 210 tokens, one sample needs 301"):
+    with pytest.raises(
+        DataError, match=r"corpus: the valid split has 10 sequences with 210 tokens, one sample needs 301"
+    ):
         build(prefix, seq_length=300)
 
 
@@ -174,3 +173,137 @@ def test_paths_with_odd_characters(tmp_path, prefix):
         Path(f"{prefix}.{suffix}").rename(folder / f"corpus.{suffix}")
     build(folder / "corpus")
     assert build(folder / "corpus", data_cache_path=folder / "k%").train.read_text(0).shape == (17,)
+
+
+# ------------------------------------------------------------------------------------------- blends and their splits
+
+
+def write(prefix: Path, first: int, documents: int = 30) -> str:
+    """Write documents of tokens from ``first`` on, so that a token tells its file."""
+    with IndexedDatasetWriter(prefix, np.uint16, "ByteTokenizer", 257, 256) as writer:
+        for number in range(documents):
+            writer.add_document([first + number] * 20 + [256])
+        writer.finalize()
+    return str(prefix)
+
+
+def build_files(tmp_path: Path, **options):
+    """A blend of two files that is 40 samples long."""
+    paths = ["0.3", write(tmp_path / "a", 0), "0.7", write(tmp_path / "b", 100)]
+    return build(None, **{"data_path": paths, "split": "1", "num_samples": {"train": 40}, **options}).train
+
+
+def files_of(dataset) -> list[int]:
+    """Which file each sample is from: 0 for tokens below 100, and so on."""
+    return [int(np.median(dataset.read_text(i))) // 100 for i in range(len(dataset))]
+
+
+def test_a_list_with_weights_is_a_blend_in_every_split(tmp_path):
+    paths = ["30", write(tmp_path / "a", 0), "70", write(tmp_path / "b", 100)]
+    counts = {"train": 40, "valid": 10, "test": 10}
+    data = build(None, data_path=paths, split="80,10,10", num_samples=counts, mid_level_dataset_surplus=0.5)
+    for name, dataset in data.by_name.items():
+        assert np.bincount(files_of(dataset)).tolist() == [0.3 * counts[name], 0.7 * counts[name]]
+    assert data.index_sizes["train"] == {"blend": [40], "sources": [[18], [42]]}
+    assert data.definitions["train"]["weights"] == [30.0, 70.0]
+    assert (tmp_path / "cache" / "GPTDataset_indices").is_dir()
+
+
+def test_a_single_prefix_with_a_weight_is_a_blend_of_one(tmp_path):
+    data = build(None, data_path=["1.0", write(tmp_path / "a", 0)])
+    assert data.train[0]["dataset_id"] == 0 and data.index_sizes["train"]["sources"] == [[51]]
+    assert "dataset_id" not in build(None, data_path=[str(tmp_path / "a")]).train[0]
+
+
+def test_entries_may_stand_in_a_file(tmp_path):
+    build_files(tmp_path)
+    (tmp_path / "entries.txt").write_text(f"0.3 {tmp_path / 'a'}\n0.7\t{tmp_path / 'b'}\n")
+    options = {"split": "1", "num_samples": {"train": 40}}
+    train = build(None, data_path=None, data_args_path=tmp_path / "entries.txt", **options).train
+    assert np.bincount(files_of(train)).tolist() == [12, 28]
+
+
+def test_blends_come_back_from_the_checkpoint(tmp_path):
+    first = build_files(tmp_path)
+    longer = build_files(tmp_path, num_samples={"train": 200}, index_sizes={"train": first.index_sizes})
+    assert len(longer) >= 200
+    assert all(np.array_equal(first.read_text(i), longer.read_text(i)) for i in range(len(first)))
+
+
+def test_every_split_may_have_paths_of_its_own(tmp_path):
+    paths = [write(tmp_path / name, 100 * number, 20) for number, name in enumerate("ab")]
+    data = build(
+        None,
+        data_path=None,
+        split=None,
+        train_data_path=["1", paths[0], "3", paths[1]],
+        valid_data_path=["5", paths[0]],
+        test_data_path=[paths[1]],
+    )
+    assert np.bincount(files_of(data.train)).tolist() == [13, 38]
+    # All documents of a file, and a single source is no blend.
+    for dataset, file in ((data.valid["valid"], 0), (data.test, 1)):
+        assert set(files_of(dataset)) == {file} and "dataset_id" not in dataset[0]
+        assert dataset.tokens_per_epoch == 20 * 21
+
+
+def test_a_split_without_a_path_cannot_be_asked_for(tmp_path):
+    options = {"data_path": None, "split": None, "train_data_path": [write(tmp_path / "a", 0)]}
+    with pytest.raises(DataError, match=r"valid split is asked for 5 samples but has no data: .*data\.valid_data_path"):
+        build(None, **options)
+    assert build(None, **options, num_samples={"train": 5}).valid == {}
+
+
+def test_each_of_several_validation_sets_has_its_own_name_order_and_sizes(tmp_path):
+    for folder in ("wiki", "code"):
+        (tmp_path / folder).mkdir()
+    paths = [write(tmp_path / "wiki" / "held", 0), write(tmp_path / "code" / "held", 100)]
+    options = {
+        "data_path": None,
+        "split": None,
+        "train_data_path": [paths[0]],
+        "valid_data_path": paths,
+        "multiple_validation_sets": True,
+    }
+    data = build(None, **options, num_samples={"train": 50, "valid": 5})
+    assert list(data.valid) == ["valid/wiki/held", "valid/code/held"]
+    assert [set(files_of(dataset)) for dataset in data.valid.values()] == [{0}, {1}]
+    assert all(len(dataset) >= 5 for dataset in data.valid.values())
+    assert list(data.index_sizes) == ["train", "valid/wiki/held", "valid/code/held"]
+    sizes = {"valid/code/held": [5]}
+    longer = build(None, **options, num_samples={"train": 50, "valid": 90}, index_sizes=sizes)
+    assert longer.index_sizes["valid/wiki/held"] == [90] and longer.index_sizes["valid/code/held"][0] == 5
+
+
+def test_a_file_is_opened_and_checked_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="megalite")
+    write_foreign(tmp_path / "f", [[1] * 50] * 10, np.uint16)
+    paths = {"train_data_path": [str(tmp_path / "f")] * 3, "valid_data_path": [str(tmp_path / "f")]}
+    data = build(None, data_path=None, split=None, num_samples={"train": 5, "valid": 5}, **paths)
+    assert caplog.text.count("to find the largest id") == 1
+    assert data.train.datasets[0].source is data.valid["valid"].source
+
+
+def test_a_source_of_a_blend_that_does_not_fit_is_named(tmp_path):
+    paths = [write(tmp_path / "a", 0), write(tmp_path / "small", 0, documents=3)]
+    with pytest.raises(DataError, match=r"small: the test split is asked for 5 samples but has no data"):
+        build(None, data_path=paths)
+    with pytest.raises(DataError, match=r"small: the train split has 2 sequences with 42 tokens, one sample needs 101"):
+        build(None, data_path=paths, seq_length=100, num_samples={"train": 5})
+    with pytest.raises(DataError, match=r"missing\.idx cannot be opened"):
+        build(None, data_path=[*paths, str(tmp_path / "missing")])
+
+
+def test_a_changed_number_of_sources_is_said(tmp_path, caplog):
+    sizes = {"train": build_files(tmp_path).index_sizes}
+    data = build(None, data_path=[str(tmp_path / "a")], split="1", num_samples={"train": 40}, index_sizes=sizes)
+    assert data.index_sizes == {"train": [40]}
+    assert "is a blend of 2 sources, this run's is a single source" in caplog.text
+
+
+def test_ends_of_documents_reach_the_samples(prefix):
+    data = build(prefix, reset_position_ids=True, reset_attention_mask=True)
+    sample = data.train[0]
+    assert int(sample["document_ids"].max()) > 0 or 256 not in sample["tokens"][:-1]
+    assert any(data.train[i]["position_ids"].tolist() != list(range(16)) for i in range(20))
+    assert "document_ids" not in build(prefix).train[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.data import gpt_dataset
-from megalite.data.gpt_dataset import GPTDataset, segment_seed, split_ranges
+from megalite.data.gpt_dataset import GPTDataset, SampleFields, segment_seed, split_ranges
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megalite.data.mock import MockGPTDataset, MockTokens
 from megalite.utils.errors import ConfigError, DataError
@@ -30,9 +30,7 @@ def indexed(tmp_path):
 
 
 def build(indexed, **options):
-    return GPTDataset(
-        indexed, range(NUM_SEQUENCES), **{"num_samples": 40, "seq_length": 16, "seed": 7, "eod_id": EOD, **options}
-    )
+    return GPTDataset(indexed, range(NUM_SEQUENCES), **{"num_samples": 40, "seq_length": 16, "seed": 7, **options})
 
 
 def texts(dataset, count=None):
@@ -56,7 +54,7 @@ def test_samples_are_windows_of_the_shuffled_documents(indexed):
 
 
 def test_eod_mask_loss_masks_the_position_whose_input_is_the_end(indexed):
-    dataset = build(indexed, eod_mask_loss=True)
+    dataset = build(indexed, fields=SampleFields(EOD, eod_mask_loss=True))
     masked = 0
     for i in range(len(dataset)):
         sample = dataset[i]
@@ -66,7 +64,7 @@ def test_eod_mask_loss_masks_the_position_whose_input_is_the_end(indexed):
 
 
 def test_samples_share_no_buffer_with_others_or_with_themselves(indexed):
-    dataset = build(indexed, eod_mask_loss=True)
+    dataset = build(indexed, fields=SampleFields(EOD, eod_mask_loss=True))
     expected = [{key: value.clone() for key, value in dataset[i].items()} for i in range(4)]
     for i in range(4):
         sample = dataset[i]
@@ -303,7 +301,13 @@ def test_many_builders_at_once_never_see_a_half_file(indexed, tmp_path, caplog):
 
 
 def test_a_pickled_dataset_finds_its_tables_again(indexed, tmp_path, builds):
-    dataset = build(indexed, num_samples=120, defined_sizes=[40], cache_folder=tmp_path / "cache", eod_mask_loss=True)
+    dataset = build(
+        indexed,
+        num_samples=120,
+        defined_sizes=[40],
+        cache_folder=tmp_path / "cache",
+        fields=SampleFields(EOD, eod_mask_loss=True),
+    )
     count = len(builds)
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(builds) == count and copy.index_sizes == dataset.index_sizes
