@@ -254,11 +254,13 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
 
 def read_common(decision: LoadDecision, group: Group) -> dict[str, Any]:
     """Return the part of the step that is equal on all ranks. Collective over ``group``."""
+    common: dict[str, Any] = {}
     with failing_together(group, f"reading {decision.folder / 'common.pt'}"):
-        common = load_common_state_dict(decision.folder)
-        if "args" not in common:
-            raise CheckpointError(f"{decision.folder / 'common.pt'} has no 'args': not a trainer's checkpoint")
-    return common
+        if group.is_first:
+            common = load_common_state_dict(decision.folder)
+            if "args" not in common:
+                raise CheckpointError(f"{decision.folder / 'common.pt'} has no 'args': not a trainer's checkpoint")
+    return group.broadcast_object(common)
 
 
 def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str, Any]) -> LoadReport:

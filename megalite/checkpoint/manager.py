@@ -75,7 +75,7 @@ class CheckpointManager:
         decision, self.published = self.world.broadcast_object((decision, self.published))
         if decision is not None:
             for note in decision.notes:
-                logger.info(note)
+                logger.warning(note)
         return decision
 
     def is_published(self, iteration: int) -> bool:
@@ -85,7 +85,7 @@ class CheckpointManager:
     def save(self, state: TrainState, readable: Mapping[Path, bytes]) -> SaveReport:
         """Write and publish the present iteration. Collective over all ranks.
 
-        Raises ``SaveError`` on all ranks if it fails on any; published steps are untouched then.
+        Raises ``SaveError`` on all ranks if a file of any cannot be written; published steps are untouched then.
         """
         assert self.config.save is not None, "save() needs checkpoint.save"
         started = time.perf_counter()

@@ -46,9 +46,9 @@ class BatchSchedule:
             iterations -= count
         return consumed
 
-    def iterations_until(self, samples: int) -> int:
-        """Return how many whole iterations fit into the first ``samples`` samples."""
-        consumed = iterations = 0
+    def iterations_until(self, samples: int, consumed_samples: int = 0) -> int:
+        """Return how many whole iterations fit between ``consumed_samples`` and ``samples``."""
+        consumed, iterations = consumed_samples, 0
         ends = [start for start, _ in self.steps[1:]] + [None]
         for (_, size), end in zip(self.steps, ends, strict=True):
             if end is not None and consumed >= end:

@@ -35,6 +35,7 @@ from megalite.dist_checkpointing.strategies.filesystem import FileSink, FileSour
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.torch_dist import (
     LocalSave,
+    file_sizes,
     index_bytes,
     merge_plans,
     parse_index,
@@ -72,14 +73,14 @@ def save(
     local, common = agreed(group, f"planning the save into {folder}", plan_locally)
     plans = group.gather_object(local.plan)
 
-    def check_globally() -> bytes:
+    def check_globally() -> tuple[bytes, dict[str, int]]:
         if plans is None:
-            return b""
+            return b"", {}
         plan = merge_plans(plans)
         check_exactly_once(plan)
-        return index_bytes(plan, folder)
+        return index_bytes(plan, folder), file_sizes(plan)
 
-    index = agreed(group, f"checking the plan of the save into {folder}", check_globally)
+    index, sizes = agreed(group, f"checking the plan of the save into {folder}", check_globally)
 
     def write() -> None:
         with _explained(folder):
@@ -91,6 +92,7 @@ def save(
 
     def finish() -> None:
         if group.is_first:
+            _check_files(folder, sizes)
             with _explained(folder):
                 replace_atomically(folder / INDEX_FILE, index, hook)
 
@@ -100,6 +102,19 @@ def save(
 def write_marker(folder: Path, hook: FaultHook = no_fault) -> None:
     """Make ``folder`` a checkpoint: the marker appears by rename and the folder is flushed. One rank calls it, last."""
     replace_atomically(Path(folder) / MARKER_FILE, TORCH_DIST.marker_bytes(), hook)
+
+
+def _check_files(folder: Path, sizes: dict[str, int]) -> None:
+    """Raise SaveError unless every rank's file is where this rank sees it: a folder that nodes do not share is none."""
+    for name, size in sizes.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes"
+            raise SaveError(
+                f"{path} {state}, but its rank wrote {size} bytes; all ranks have to see one folder, so put it on a "
+                "filesystem that the nodes share"
+            )
 
 
 @contextlib.contextmanager
@@ -266,7 +281,9 @@ def _fill(read: ChunkRead, folder: Path, source: ByteSource, framing: ItemFramin
 
 def load_common_state_dict(folder: Path) -> dict:
     """Return the plain values of a complete checkpoint, as one process reads them."""
-    return _parse_common(_read_header(Path(folder)).common, Path(folder))
+    folder = Path(folder)
+    require_torch_dist(folder)
+    return _parse_common(_small_file(folder / COMMON_FILE), folder)
 
 
 def load_content_metadata(folder: Path) -> dict | None:

@@ -87,12 +87,27 @@ class TensorBoardSink:
                 f"logging.tensorboard_dir is {folder} but tensorboard is not installed; pip install "
                 "'megalite[tensorboard]' or leave the setting out"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._folder = folder
+        try:
+            self._writer = SummaryWriter(str(folder))
+        except OSError as error:
+            raise ConfigError(
+                f"logging.tensorboard_dir is {folder}, where nothing can be written: {error.strerror}; choose another "
+                "folder or leave the setting out"
+            ) from error
 
     def write(self, iteration: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, iteration)
+        if self._writer is None:
+            return
+        try:
+            for name, value in metrics.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(name, value, iteration)
+        except OSError as error:
+            logger.warning("TensorBoard events are no longer written to %s: %s", self._folder, error.strerror)
+            self._writer = None
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

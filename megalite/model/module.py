@@ -170,7 +170,8 @@ def sharded_parameter(
         build_fn=lambda _, whole, replica: [
             place(part, block, replica) for block, part in enumerate(whole.chunk(info.tp_blocks))
         ],
-        merge_fn=torch.cat,
+        # The parts are views of it and have been filled in place.
+        merge_fn=lambda parts: data,
         replica_id=replica_id,
     )
 

@@ -19,6 +19,8 @@ class ConstantGradScaler:
     """A factor that never changes; 1 for formats that need none."""
 
     is_dynamic = False
+    can_shrink = False
+    """Whether an overflow may still be helped by a smaller factor."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -44,6 +46,10 @@ class DynamicGradScaler(ConstantGradScaler):
         self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
         self.growth_tracker = 0
         self.hysteresis_tracker = hysteresis
+
+    @property
+    def can_shrink(self) -> bool:
+        return self.scale > self.minimum
 
     def update(self, found_inf: bool) -> None:
         if found_inf:

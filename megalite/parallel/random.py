@@ -97,6 +97,8 @@ def seed_everything(
 class DropoutContext:
     """Where in the run a dropout site is: enough to make its mask a function of the run and not of the topology.
 
+    ``Dropout`` does not use it yet: its masks come from streams, which depend on the topology.
+
     Made on each stage from the progress and the micro-batch index, passed down explicitly and captured by recomputed
     blocks, so that a forward that runs twice sees the same context.
     """

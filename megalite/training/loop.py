@@ -22,7 +22,6 @@ def train(ctx: TrainContext) -> ExitReason:
         save_before_batch_grows(ctx)
         if ctx.progress.iteration + 1 in ctx.config.training.iterations_to_skip:
             step = skip_step(ctx)
-            ctx.progress.skipped_train_samples += step.batch_size
         else:
             step = train_step(ctx)
         advance(ctx, step)
@@ -50,6 +49,9 @@ def advance(ctx: TrainContext, step: StepOutput) -> None:
     progress.iteration += 1
     ctx.last_batch_size = step.batch_size
     progress.consumed_train_samples += step.batch_size
+    if step.is_left_out:
+        progress.skipped_train_samples += step.batch_size
+        return
     progress.num_floating_point_operations_so_far += ctx.flops_per_sequence * step.batch_size
     if not step.updated:
         progress.skipped_iterations += 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from megalite.config.schema import ProfilingConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Profiler:
@@ -31,8 +34,12 @@ class Profiler:
     def close(self) -> None:
         """End a recording that is still open and write it."""
         if self._trace is not None:
-            self._trace.__exit__(None, None, None)
-            self.config.profile_dir.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(self.config.profile_dir / f"trace_rank{self.rank}.json"))
-            self._trace = None
-            self._is_on = False
+            trace, self._trace, self._is_on = self._trace, None, False
+            trace.__exit__(None, None, None)
+            path = self.config.profile_dir / f"trace_rank{self.rank}.json"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                trace.export_chrome_trace(str(path))
+            # torch reports a file that it cannot write as RuntimeError.
+            except (OSError, RuntimeError) as error:
+                logger.warning("the trace cannot be written to %s: %s; training goes on", path, error)

@@ -56,6 +56,10 @@ class Reporter:
         """Note a start of the run; a resumed run keeps its id."""
         self._write(progress, {"run/event": "start", "run/id": run_id})
 
+    def restart_clock(self) -> None:
+        """Begin to measure iterations now: what came before is set-up."""
+        self._interval_started = time.perf_counter()
+
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` out of the step time of the present interval."""
         self._paused += seconds
@@ -67,7 +71,7 @@ class Reporter:
         Collective over all ranks while timers or memory are reported.
         """
         self._iterations += 1
-        self._sequences += step.batch_size
+        self._sequences += 0 if step.is_left_out else step.batch_size
         if self._memory_reports < MEMORY_REPORTS:
             self._memory_reports += 1
             self.memory(f"after iteration {progress.iteration}")

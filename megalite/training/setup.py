@@ -67,18 +67,21 @@ def training_run(config: Config, hook: FaultHook = no_fault) -> Iterator[TrainCo
     # Not before: a signal ends a rank that waits for the others to join at once, as there is nothing to save yet. A
     # handler would have to wait as well, for ranks that may have been ended by the same signal while they started.
     exit_signal = ExitSignal(training.exit_signal, training.exit_signal_handler)
-    ctx = None
-    try:
+    with contextlib.ExitStack() as teardown:
+        if joins_world:
+            teardown.callback(_leave_world)
+        teardown.callback(exit_signal.restore)
         ctx = _build(config, derived, device, exit_signal, hook)
+        teardown.callback(ctx.reporter.close)
+        teardown.callback(ctx.profiler.close)
         ctx.started = started
+        ctx.reporter.restart_clock()
         yield ctx
-    finally:
-        if ctx is not None:
-            ctx.profiler.close()
-            ctx.reporter.close()
-        exit_signal.restore()
-        if joins_world and dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device() -> torch.device:
@@ -115,7 +118,8 @@ def _build(
     state.index_sizes = datasets.index_sizes
     timers = Timers(config.logging.timing_log_level, device)
     flops_per_sequence = _flops_per_sequence(config, derived, vocab_size)
-    reporter = _reporter(config, derived, parallel, timers, flops_per_sequence)
+    train_iters = last_iteration(derived, config, start)
+    reporter = _reporter(config, parallel, timers, train_iters, flops_per_sequence)
     ctx = TrainContext(
         state=state,
         device=device,
@@ -154,11 +158,11 @@ def build_state(
     tracker = seed_everything(training.seed, parallel, device, config.rng.data_parallel_random_init)
     shape = transformer_config(config, derived, vocab_size)
     placement = Placement(parallel, Dropout(tracker), device)
-    seed = training.seed + (10 * parallel.dp.rank if config.rng.data_parallel_random_init else 0)
     chunks = []
     for chunk in _model_chunks(derived, parallel):
         model = GPTModel(shape, placement, chunk)
-        model.initialize(seed)
+        # Equal on all data-parallel ranks, also with data_parallel_random_init, which Megatron ends with a broadcast.
+        model.initialize(training.seed)
         chunks.append(
             DistributedDataParallel(
                 model,
@@ -294,6 +298,14 @@ def _index_sizes(decision: LoadDecision | None, common: Mapping[str, Any]) -> Ma
     return common.get("megalite", {}).get("index_sizes", {})
 
 
+def last_iteration(derived: Derived, config: Config, progress: TrainProgress) -> int:
+    """Return the iteration that the run ends with, from where it stands: batches may have had another size before."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    left = derived.batches.iterations_until(derived.train_samples, progress.consumed_train_samples)
+    return progress.iteration + left
+
+
 def samples_per_split(config: Config, derived: Derived, progress: TrainProgress) -> dict[str, int]:
     """Return how many samples each split is asked for over the whole run, from where it stands."""
     training = config.training
@@ -304,7 +316,7 @@ def samples_per_split(config: Config, derived: Derived, progress: TrainProgress)
         train = derived.batches.samples_after(left, progress.consumed_train_samples)
     if training.eval_interval is not None and training.eval_iters > 0:
         interval = training.eval_interval
-        validations = derived.train_iters // interval + 1 - progress.iteration // interval
+        validations = last_iteration(derived, config, progress) // interval + 1 - progress.iteration // interval
         valid = progress.consumed_valid_samples + (
             max(1, validations) * training.eval_iters * derived.eval_global_batch_size
         )
@@ -337,13 +349,13 @@ def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
         return
     progress = ctx.progress
 
-    def loader(name: str, consumed: int) -> BatchLoader | None:
+    def loader(name: str, consumed: int, micro_batch_size: int) -> BatchLoader | None:
         dataset = datasets.by_name.get(name)
         if dataset is None:
             return None
         return BatchLoader(
             dataset,
-            micro_batch_size=ctx.derived.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             dp_rank=ctx.parallel.dp.rank,
             dp_size=ctx.parallel.dp.size,
             consumed_samples=consumed,
@@ -352,15 +364,15 @@ def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
             name=name,
         )
 
-    ctx.train_batches = loader("train", progress.consumed_train_samples)
-    ctx.valid_batches = loader("valid", progress.consumed_valid_samples)
+    ctx.train_batches = loader("train", progress.consumed_train_samples, ctx.derived.micro_batch_size)
+    ctx.valid_batches = loader("valid", progress.consumed_valid_samples, ctx.derived.eval_micro_batch_size)
 
 
 # Reports
 
 
 def _reporter(
-    config: Config, derived: Derived, parallel: ParallelState, timers: Timers, flops_per_sequence: float
+    config: Config, parallel: ParallelState, timers: Timers, train_iters: int, flops_per_sequence: float
 ) -> Reporter:
     sinks: list[Sink] = []
     save = config.checkpoint.save
@@ -374,7 +386,7 @@ def _reporter(
         parallel,
         sinks,
         config.logging,
-        train_iters=derived.train_iters,
+        train_iters=train_iters,
         seq_length=config.model.seq_length,
         flops_per_sequence=flops_per_sequence,
         timers=timers,

@@ -32,6 +32,8 @@ class StepOutput:
     updated: bool
     batch_size: int
     """Sequences in the global batch."""
+    is_left_out: bool = False
+    """The iteration was left out as asked (``iterations_to_skip``): nothing was computed."""
     loss_scale: float = 1.0
 
 
@@ -51,9 +53,10 @@ def train_step(ctx: TrainContext) -> StepOutput:
         )
     scaler = state.optimizer.grad_scaler
     scale = scaler.scale
-    # With a scale that is being found, overflows are expected: they are left out and counted.
-    check = ctx.config.resilience.check_for_nan_in_loss_and_grad and not scaler.is_dynamic
-    if check and not math.isfinite(loss):
+    check = ctx.config.resilience.check_for_nan_in_loss_and_grad
+    # With a scale that is being found, overflows are expected: they are left out and counted. A loss that is not finite
+    # at the least scale has another cause, and would be left out for ever.
+    if check and not scaler.can_shrink and not math.isfinite(loss):
         raise NumericsError(_not_finite("loss", loss, ctx))
     with ctx.timers.section("finalize-gradients", level=1):
         for chunk in state.chunks:
@@ -64,7 +67,7 @@ def train_step(ctx: TrainContext) -> StepOutput:
     lr = state.scheduler.lr
     with ctx.timers.section("optimizer", level=1):
         outcome = state.optimizer.step()
-    if check and not outcome.updated:
+    if check and not scaler.is_dynamic and not outcome.updated:
         raise NumericsError(_not_finite("gradient norm", outcome.grad_norm, ctx))
     if outcome.updated:
         state.scheduler.step(batch_size)
@@ -73,7 +76,8 @@ def train_step(ctx: TrainContext) -> StepOutput:
 
 def skip_step(ctx: TrainContext) -> StepOutput:
     """Consume the next global batch without looking at it (``iterations_to_skip``)."""
-    return StepOutput(math.nan, ctx.state.scheduler.lr, math.nan, updated=False, batch_size=ctx.batch_size)
+    lr = ctx.state.scheduler.lr
+    return StepOutput(math.nan, lr, math.nan, updated=False, batch_size=ctx.batch_size, is_left_out=True)
 
 
 def _not_finite(what: str, value: float, ctx: TrainContext) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from megalite.checkpoint.paths import complete_iterations
 from megalite.config.schema import Config
+from megalite.training.evaluate import evaluate
 from megalite.training.loop import train
 from megalite.training.setup import training_run
 from megalite.utils.errors import ConfigError
@@ -129,3 +130,53 @@ def test_train_samples_ends_the_run() -> None:
     settings = {"training": {"train_iters": None, "train_samples": 45}}
     (result,) = run_on_ranks(1, _run, make_config(settings))
     assert (result["progress"]["iteration"], result["progress"]["consumed_train_samples"]) == (5, 40)
+
+
+def _validated(config: Config) -> tuple[list[list[int]], float]:
+    """Validate twice; return the ordinals this rank saw in each, and the last loss."""
+    with training_run(config) as ctx:
+        seen: list[list[int]] = []
+        if ctx.valid_batches is not None:
+            draw = type(ctx.valid_batches).__next__
+
+            class Recorder(type(ctx.valid_batches)):
+                def __next__(self) -> dict:
+                    batch = draw(self)
+                    seen[-1].extend(batch["sample_ordinals"].tolist())
+                    return batch
+
+            ctx.valid_batches.__class__ = Recorder
+        losses = []
+        for _ in range(2):
+            seen.append([])
+            losses.append(evaluate(ctx))
+        return seen, losses[-1]
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (1, 2), (2, 1)])
+def test_validation_has_batches_of_its_own(pp: int, dp: int) -> None:
+    training = {"eval_interval": 5, "eval_iters": 3, "eval_micro_batch_size": 2, "eval_global_batch_size": 4}
+    config = make_config({"training": training}, topology=(1, pp, dp))
+    ranks = run_on_ranks(pp * dp, _validated, config)
+    for validation in (0, 1):
+        # Both stages of a pipeline see the same samples; data-parallel ranks see parts of them.
+        parts = [seen[validation] for seen, _ in ranks[:dp]]
+        assert sorted(sum(parts, [])) == list(range(12 * validation, 12 * validation + 12))
+    single = run_on_ranks(1, _validated, make_config({"training": training}))
+    assert [loss for _, loss in ranks] == pytest.approx([single[0][1]] * len(ranks), abs=1e-6)
+
+
+def _end_of(config: Config) -> tuple[int, int]:
+    with training_run(config) as ctx:
+        train(ctx)
+        return ctx.progress.iteration, ctx.reporter.train_iters
+
+
+def test_train_samples_with_a_larger_batch_after_a_resume(tmp_path: Path) -> None:
+    save = {"checkpoint": {"save": str(tmp_path / "run")}}
+    length = {"train_iters": None, "train_samples": 96, "eval_interval": 2, "eval_iters": 1}
+    first = {**length, "global_batch_size": 8, "exit_interval": 8}
+    assert run_on_ranks(1, _end_of, make_config(save, {"training": first})) == [(8, 12)]
+    # 64 samples are done; 32 are left, which is two iterations of 16, with a validation each.
+    second = {**length, "global_batch_size": 16}
+    assert run_on_ranks(1, _end_of, make_config(save, {"training": second})) == [(10, 10)]

@@ -194,3 +194,18 @@ def test_incomplete_folder_is_one_error_on_all_ranks(folder):
     (folder / "metadata.json").unlink()
     (outcome,) = set(run_on_ranks(RANKS, _load_edited, folder, _nothing))
     assert outcome[0] is CheckpointError and "did not finish" in outcome[1]
+
+
+def _save_into_own_folder(path):
+    """Rank 1 sees another folder under the same name, as on nodes that share no filesystem."""
+    group = world_group()
+    own = path / f"node{group.rank == 1:d}"
+    own.mkdir(exist_ok=True)
+    return _outcome(lambda: save(_state(group), own, group=group))
+
+
+def test_folder_that_not_all_ranks_share_is_refused(tmp_path):
+    outcomes = run_on_ranks(RANKS, _save_into_own_folder, tmp_path)
+    assert all(outcome[0] is SaveError for outcome in outcomes)
+    assert all("__1_0.distcp is missing" in outcome[1] and "share" in outcome[1] for outcome in outcomes)
+    assert not list(tmp_path.rglob(".metadata"))

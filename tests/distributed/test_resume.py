@@ -96,6 +96,20 @@ def test_same_topology_continues_bit_for_bit(
     assert unequal(global_state([r[1] for r in second]), global_state([r[1] for r in unbroken])) == []
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_random_streams_per_rank_resume_and_leave_replicas_equal(tmp_path: Path, is_sharded: bool) -> None:
+    own_streams = {"rng": {"data_parallel_random_init": True}, "parallel": {"use_distributed_optimizer": is_sharded}}
+    unbroken = run_on_ranks(2, _train, make_config(DROPOUT, own_streams), 4)
+    config = make_config(DROPOUT, own_streams, _saving(tmp_path / "run", 2))
+    first, second = (run_on_ranks(2, _train, config, 2) for _ in range(2))
+    for rank, (outputs, _, following) in enumerate(unbroken):
+        assert first[rank][0] + second[rank][0] == outputs
+        _assert_same(second[rank][2], following)
+    assert not torch.equal(unbroken[0][2]["random"], unbroken[1][2]["random"])
+    # Puts the replicas together, and fails where they differ.
+    assert unequal(global_state([r[1] for r in second]), global_state([r[1] for r in unbroken])) == []
+
+
 TOPOLOGIES: list[Topology] = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 SAVED_AT = 2
 

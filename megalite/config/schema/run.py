@@ -42,7 +42,7 @@ class CheckpointConfig:
     """Do not load the states of the random number generators."""
 
     no_save_optim: bool = False
-    """Write no optimizer state and no schedules. Such a checkpoint cannot be resumed from, only finetuned."""
+    """Write no optimizer state. Such a checkpoint cannot be resumed from, only finetuned."""
 
     no_save_rng: bool = False
     """Write no states of random number generators."""

@@ -55,10 +55,6 @@ class TrainingConfig:
     eval_global_batch_size: int | None = None
     """Samples in one of the eval_iters batches of a validation; left out, the last global batch size."""
 
-    full_validation: bool = False
-    """Validate on the whole validation split each time, from its start, instead of on the next eval_iters batches.
-    Samples that do not fill the last batch are left out."""
-
     calculate_per_token_loss: bool = False
     """Let every token that counts weigh the same, over the whole global batch; otherwise every micro-batch does."""
 

@@ -52,7 +52,7 @@ class LocalSave:
 def plan_local_save(leaves: ShardedLeaves, rank: int, framing: ItemFraming) -> LocalSave:
     """Return what the global ``rank`` writes: its main replicas. Objects are serialized here, since they are small.
 
-    Raises SaveError for an object that could not be read back, ValueError for one key with two shapes or dtypes.
+    Raises SaveError for an object that could not be read back, and for one key with two shapes or dtypes.
     """
     objects: dict[str, bytes] = {}
     for leaf in leaves.objects:
@@ -139,6 +139,16 @@ def merge_plans(plans: Sequence[SavePlan]) -> GlobalSavePlan:
 
 def _widened(rows: np.ndarray, axes: int, filler: int) -> np.ndarray:
     return np.pad(rows, ((0, 0), (0, axes - rows.shape[1])), constant_values=filler)
+
+
+def file_sizes(plan: GlobalSavePlan) -> dict[str, int]:
+    """Return the length of every data file that the plan has."""
+    ends = np.zeros(len(plan.files), dtype=np.int64)
+    np.maximum.at(ends, plan.file_of_chunk, plan.starts + plan.lengths)
+    sizes = {name: int(end) for name, end in zip(plan.files, ends, strict=True)}
+    for _, name, start, length in plan.objects:
+        sizes[name] = max(sizes.get(name, 0), start + length)
+    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def index_bytes(plan: GlobalSavePlan, folder: Path) -> bytes:

@@ -53,7 +53,7 @@ ACCEPTED = [
     ),
     ["training.global_batch_size=8", "training.rampup_batch_size=2,2,100"],
     ["training.step_batch_size_schedule=0:4 6K:8", "training.iterations_to_skip=3,5"],
-    ["training.eval_micro_batch_size=1", "training.eval_global_batch_size=16", "training.full_validation=on"],
+    ["training.eval_micro_batch_size=1", "training.eval_global_batch_size=16"],
     ["parallel.overlap_param_gather=on", "parallel.overlap_grad_reduce=on"],
     ["precision.bf16=on", "precision.accumulate_allreduce_grads_in_fp32=off"],
     ["model.num_attention_heads=5", "model.kv_channels=8", "model.ffn_hidden_size=100"],
