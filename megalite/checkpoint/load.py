@@ -331,7 +331,7 @@ def saved_progress(common: Mapping[str, Any]) -> TrainProgress:
     return TrainProgress(
         iteration=iteration,
         consumed_train_samples=int(consumed),
-        consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
+        consumed_valid_samples={"valid": int(args.get("consumed_valid_samples") or 0)},
         skipped_train_samples=int(args.get("skipped_train_samples") or 0),
         num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far") or 0),
     )

@@ -38,7 +38,8 @@ class TrainProgress:
     iteration: int = 0
     """Iterations done, including skipped updates."""
     consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
+    consumed_valid_samples: dict[str, int] = field(default_factory=dict)
+    """Position in each validation set, by its name; 0 for one that is not there."""
     skipped_train_samples: int = 0
     skipped_iterations: int = 0
     """Iterations whose update was left out because the gradient was not finite."""
@@ -147,7 +148,8 @@ def _megatron_arguments(state: TrainState) -> dict[str, Any]:
         "data_parallel_size": parallel.dp.size,
         "world_size": parallel.world.size,
         "consumed_train_samples": progress.consumed_train_samples,
-        "consumed_valid_samples": progress.consumed_valid_samples,
+        # Megatron has one position.
+        "consumed_valid_samples": max(progress.consumed_valid_samples.values(), default=0),
         "skipped_train_samples": progress.skipped_train_samples,
         "iteration": progress.iteration,
         "params_dtype": str(state.chunks[0].buffers[0].values.dtype).removeprefix("torch."),

@@ -31,7 +31,8 @@ class TrainContext:
     link: StageLink
     train_batches: BatchLoader | None
     """None on stages that see neither tokens nor labels."""
-    valid_batches: BatchLoader | None
+    valid_batches: dict[str, BatchLoader | None]
+    """By name of the validation set; the names are known on all stages."""
     checkpoints: CheckpointManager
     readable_copies: Callable[[], dict[Path, bytes]]
     """Makes the files that people read beside a step, by path."""

@@ -24,41 +24,51 @@ def is_evaluation_due(ctx: TrainContext) -> bool:
     return interval is not None and training.eval_iters > 0 and ctx.progress.iteration % interval == 0
 
 
-def evaluate(ctx: TrainContext) -> float | None:
-    """Return the mean loss over ``eval_iters`` global batches, and log it. Collective over all ranks.
+def evaluate(ctx: TrainContext) -> dict[str, float]:
+    """Return the mean loss over ``eval_iters`` global batches of each validation set, and log it.
 
-    Dropout is off, so that no random stream moves. The position in the validation split goes on over the whole run.
-    None if a signal cut it short: a validation may take longer than the grace that a scheduler gives.
+    Collective over all ranks. Dropout is off, so that no random stream moves. Each set has a position of its own, which
+    goes on over the whole run. Empty if a signal cut it short: a validation may take longer than the grace that a
+    scheduler gives.
     """
     started = time.perf_counter()
     ctx.state.finish_param_sync()
-    progress, batch_size = ctx.progress, ctx.derived.eval_global_batch_size
-    count, first = ctx.config.training.eval_iters, progress.consumed_valid_samples
-    losses: list[tuple[float, float]] = []
     _set_training(ctx, False)
+    losses = {name: _evaluate_set(ctx, name) for name in ctx.valid_batches}
+    _set_training(ctx, True)
+    seconds = time.perf_counter() - started
+    if None in losses.values():
+        iteration = ctx.progress.iteration
+        logger.warning("validation at iteration %d is cut short by a signal: no loss is given", iteration)
+        ctx.reporter.pause(seconds)
+        return {}
+    ctx.reporter.evaluation(ctx.progress, losses, seconds)
+    return losses
+
+
+def _evaluate_set(ctx: TrainContext, name: str) -> float | None:
+    """Return the mean loss on the next batches of one set, or None if a signal came."""
+    positions, batch_size = ctx.progress.consumed_valid_samples, ctx.derived.eval_global_batch_size
+    count, first = ctx.config.training.eval_iters, positions.get(name, 0)
+    micro_batch_size = ctx.derived.eval_micro_batch_size
+    losses: list[tuple[float, float]] = []
     with torch.no_grad():
         while len(losses) < count and not is_stop_requested(ctx):
             losses.append(
                 forward_backward(
                     ctx,
-                    ctx.valid_batches,
+                    ctx.valid_batches[name],
                     consumed_samples=first + len(losses) * batch_size,
-                    num_microbatches=batch_size // (ctx.derived.eval_micro_batch_size * ctx.parallel.dp.size),
-                    micro_batch_size=ctx.derived.eval_micro_batch_size,
+                    num_microbatches=batch_size // (micro_batch_size * ctx.parallel.dp.size),
+                    micro_batch_size=micro_batch_size,
                     forward_only=True,
                 )
             )
-    _set_training(ctx, True)
     # Also when cut short: the resumed run then validates on the same batches as an unbroken one.
-    progress.consumed_valid_samples = first + count * batch_size
-    seconds = time.perf_counter() - started
+    positions[name] = first + count * batch_size
     if len(losses) < count:
-        logger.warning("validation at iteration %d is cut short by a signal: no loss is given", progress.iteration)
-        ctx.reporter.pause(seconds)
         return None
-    loss = sum(mean * weight for mean, weight in losses) / max(sum(weight for _, weight in losses), 1.0)
-    ctx.reporter.evaluation(progress, loss, seconds)
-    return loss
+    return sum(mean * weight for mean, weight in losses) / max(sum(weight for _, weight in losses), 1.0)
 
 
 def _set_training(ctx: TrainContext, mode: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megalite.checkpoint.manager import SaveReport
 from megalite.checkpoint.state import TrainProgress
@@ -139,11 +139,18 @@ class Reporter:
             spreads = (f"{name[:-4]} {_range(rank[name] for rank in ranks)}" for name in names)
             logger.info("memory %s in MiB: %s", when, ", ".join(spreads))
 
-    def evaluation(self, progress: TrainProgress, loss: float, seconds: float) -> None:
-        """Log a validation."""
+    def evaluation(self, progress: TrainProgress, losses: Mapping[str, float], seconds: float) -> None:
+        """Log a validation: the loss of each set, and their mean."""
         self.pause(seconds)
+        loss = sum(losses.values()) / len(losses)
+        metrics = {"eval/loss": loss}
         logger.info("validation at iteration %d | loss %.6f | %.1f s", progress.iteration, loss, seconds)
-        self._write(progress, {"eval/loss": loss})
+        if len(losses) > 1:
+            for name, of_set in losses.items():
+                short = name.removeprefix("valid/")
+                logger.info("validation on %s | loss %.6f", short, of_set)
+                metrics[f"eval/{short}/loss"] = of_set
+        self._write(progress, metrics)
 
     def saved(self, progress: TrainProgress, report: SaveReport, folder: object) -> None:
         """Log a published step."""

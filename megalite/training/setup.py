@@ -23,7 +23,7 @@ from megalite.config.loader import dump_config
 from megalite.config.schema import Config
 from megalite.data.build import Datasets, build_datasets
 from megalite.data.samplers import BatchLoader
-from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, resolve_tokenizer
 from megalite.metrics.flops import training_flops_per_sequence
 from megalite.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megalite.metrics.timers import Timers
@@ -43,7 +43,6 @@ from megalite.training.exit import log_state_hash
 from megalite.training.profiling import Profiler
 from megalite.training.report import Reporter
 from megalite.utils.dist import failing_together, initialize_world
-from megalite.utils.errors import ConfigError
 from megalite.utils.files import FaultHook, no_fault
 from megalite.utils.logging import setup_logging
 
@@ -109,7 +108,8 @@ def _build(
     checkpoints = CheckpointManager(config.checkpoint, parallel.world, hook)
     decision = checkpoints.resolve_start()
     common = {} if decision is None else read_common(decision, parallel.world)
-    tokenizer, vocab_size = _tokenizer(config)
+    with failing_together(parallel.world, "opening the tokenizer"):
+        tokenizer, vocab_size = resolve_tokenizer(config.data, config.model.vocab_size)
     state = build_state(config, derived, parallel, device, vocab_size)
     start = _start_of(decision, common)
     check_batch_sizes(config, derived, start.consumed_train_samples)
@@ -131,7 +131,7 @@ def _build(
             device,
         ),
         train_batches=None,
-        valid_batches=None,
+        valid_batches={},
         checkpoints=checkpoints,
         readable_copies=_readable_copies(state, tokenizer),
         exit_signal=exit_signal,
@@ -272,18 +272,6 @@ def schedule_config(config: Config, derived: Derived) -> ScheduleConfig:
 # Data
 
 
-def _tokenizer(config: Config) -> tuple[Tokenizer, int]:
-    """Return the tokenizer and the number of token ids, its end-of-document id included."""
-    kind, given = config.data.tokenizer_type, config.model.vocab_size
-    tokenizer = build_tokenizer(kind, None if given is None else given - 1)
-    if given is not None and given < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {given}, fewer than the {tokenizer.vocab_size} ids of {tokenizer.name}; raise it, or "
-            "leave it out to take the tokenizer's"
-        )
-    return tokenizer, given or tokenizer.vocab_size
-
-
 def _start_of(decision: LoadDecision | None, common: Mapping[str, Any]) -> TrainProgress:
     """Return the progress that the run starts with."""
     if decision is None or decision.mode is LoadMode.WEIGHTS:
@@ -317,9 +305,8 @@ def samples_per_split(config: Config, derived: Derived, progress: TrainProgress)
     if training.eval_interval is not None and training.eval_iters > 0:
         interval = training.eval_interval
         validations = last_iteration(derived, config, progress) // interval + 1 - progress.iteration // interval
-        valid = progress.consumed_valid_samples + (
-            max(1, validations) * training.eval_iters * derived.eval_global_batch_size
-        )
+        consumed = max(progress.consumed_valid_samples.values(), default=0)
+        valid = consumed + max(1, validations) * training.eval_iters * derived.eval_global_batch_size
     return {"train": train, "valid": valid}
 
 
@@ -344,17 +331,15 @@ def _datasets(
 
 def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
     """Give the stages that see tokens or labels their loaders; each rank reads for itself."""
-    pp = ctx.parallel.pp
-    if not (pp.is_first or pp.is_last):
-        return
-    progress = ctx.progress
+    pp, progress = ctx.parallel.pp, ctx.progress
+    # Which document a position belongs to matters to the attention of every stage.
+    reads_data = pp.is_first or pp.is_last or ctx.config.data.reset_attention_mask
 
     def loader(name: str, consumed: int, micro_batch_size: int) -> BatchLoader | None:
-        dataset = datasets.by_name.get(name)
-        if dataset is None:
+        if not reads_data:
             return None
         return BatchLoader(
-            dataset,
+            datasets.by_name[name],
             micro_batch_size=micro_batch_size,
             dp_rank=ctx.parallel.dp.rank,
             dp_size=ctx.parallel.dp.size,
@@ -365,7 +350,10 @@ def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
         )
 
     ctx.train_batches = loader("train", progress.consumed_train_samples, ctx.derived.micro_batch_size)
-    ctx.valid_batches = loader("valid", progress.consumed_valid_samples, ctx.derived.eval_micro_batch_size)
+    ctx.valid_batches = {
+        name: loader(name, progress.consumed_valid_samples.get(name, 0), ctx.derived.eval_micro_batch_size)
+        for name in datasets.valid
+    }
 
 
 # Reports
@@ -395,8 +383,7 @@ def _reporter(
 
 def _readable_copies(state: TrainState, tokenizer: Tokenizer) -> Callable[[], dict[Path, bytes]]:
     config_text = dump_config(state.config)
-    description = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-    return lambda: readable_copies(state, config_text, description)
+    return lambda: readable_copies(state, config_text, tokenizer.describe())
 
 
 def _flops_per_sequence(config: Config, derived: Derived, vocab_size: int) -> float:

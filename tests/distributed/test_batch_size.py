@@ -136,20 +136,21 @@ def _validated(config: Config) -> tuple[list[list[int]], float]:
     """Validate twice; return the ordinals this rank saw in each, and the last loss."""
     with training_run(config) as ctx:
         seen: list[list[int]] = []
-        if ctx.valid_batches is not None:
-            draw = type(ctx.valid_batches).__next__
+        batches = ctx.valid_batches["valid"]
+        if batches is not None:
+            draw = type(batches).__next__
 
-            class Recorder(type(ctx.valid_batches)):
+            class Recorder(type(batches)):
                 def __next__(self) -> dict:
                     batch = draw(self)
                     seen[-1].extend(batch["sample_ordinals"].tolist())
                     return batch
 
-            ctx.valid_batches.__class__ = Recorder
+            batches.__class__ = Recorder
         losses = []
         for _ in range(2):
             seen.append([])
-            losses.append(evaluate(ctx))
+            losses.append(evaluate(ctx)["valid"])
         return seen, losses[-1]
 
 

@@ -16,6 +16,8 @@ from megalite.checkpoint.paths import iteration_folder, read_tracker
 from megalite.config.schema import Config
 from megalite.data.indexed_dataset import IndexedDatasetWriter
 from megalite.training.context import TrainContext
+from megalite.training.evaluate import evaluate
+from megalite.training.exit import save_checkpoint
 from megalite.training.loop import train
 from megalite.training.setup import training_run
 from megalite.utils.errors import MegaliteError
@@ -279,3 +281,41 @@ def test_a_new_run_has_an_id_of_its_own(tmp_path: Path) -> None:
     run_on_ranks(1, _save_and_say, config, 1)
     ids = [_records(folder)[0]["run/id"] for folder in (first, tmp_path / "other")]
     assert ids[0] != ids[1]
+
+
+def _validate(config: Config, times: int) -> tuple[dict[str, float], dict[str, int]]:
+    with training_run(config) as ctx:
+        run_steps(ctx, 1)
+        for _ in range(times):
+            losses = evaluate(ctx)
+        save_checkpoint(ctx)
+        return losses, ctx.progress.consumed_valid_samples
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_log_06_validation_sets_have_positions_of_their_own(corpus: Path, tmp_path: Path, pp: int) -> None:
+    other = tmp_path / "other"
+    with IndexedDatasetWriter(other, np.uint16) as writer:
+        writer.add_document(np.arange(NUM_TOKENS, dtype=np.uint16)[::-1].copy())
+        writer.finalize()
+
+    def config(folder: str, names: list[Path]) -> Config:
+        data = {
+            "data_path": None,
+            "split": None,
+            "train_data_path": [str(corpus)],
+            "valid_data_path": [str(name) for name in names],
+            "multiple_validation_sets": True,
+        }
+        training = {"eval_interval": 1, "eval_iters": 1}
+        save = {"checkpoint": {"save": str(tmp_path / folder)}}
+        return _config(corpus, {"data": data, "training": training}, save, topology=(1, pp, 1))
+
+    both = [corpus, other]
+    (whole, positions), *_ = run_on_ranks(pp, _validate, config("whole", both), 3)
+    assert len(whole) == 2 and len(set(whole.values())) == 2 and set(positions.values()) == {12}
+    # The second set joins at the resume: it starts at its beginning while the first goes on.
+    run_on_ranks(pp, _validate, config("joined", [corpus]), 2)
+    (joined, positions), *_ = run_on_ranks(pp, _validate, config("joined", both), 1)
+    assert sorted(positions.values()) == [4, 12]
+    assert joined.keys() == whole.keys()

@@ -198,7 +198,7 @@ def test_step_time_is_a_mean_without_saving_and_validating(tmp_path: Path, clock
     clock.now += 1.0
     reporter.iteration(TrainProgress(2), STEP)
     clock.now += 7.0
-    reporter.evaluation(TrainProgress(2), 3.0, seconds=7.0)
+    reporter.evaluation(TrainProgress(2), {"valid": 3.0}, seconds=7.0)
     clock.now += 20.0
     reporter.saved(TrainProgress(2), SaveReport(2, 30.0, 20.0), tmp_path)
     clock.now += 0.25
@@ -211,7 +211,7 @@ def test_step_time_is_a_mean_without_saving_and_validating(tmp_path: Path, clock
 
 def test_validation_and_save_lines(tmp_path: Path, megalite_log: pytest.LogCaptureFixture) -> None:
     reporter = _reporter(tmp_path)
-    reporter.evaluation(TrainProgress(120), 3.25, 1.5)
+    reporter.evaluation(TrainProgress(120), {"valid": 3.25}, 1.5)
     reporter.saved(TrainProgress(120), SaveReport(120, 0.414, 0.0189), "runs/debug/iter_0000120")
     reporter.state_hash(TrainProgress(120), "saved", "abc", 119)
     first, second, third = megalite_log.messages

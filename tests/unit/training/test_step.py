@@ -258,9 +258,9 @@ def test_validation_moves_nothing_but_its_own_position() -> None:
         weights = [p.detach().clone() for p in only_model(ctx.state).parameters()]
         streams = (torch.get_rng_state(), ctx.state.tracker.get_states())
         first, again = evaluate(ctx), evaluate(ctx)
-        assert ctx.progress.consumed_valid_samples == 32 and ctx.progress.consumed_train_samples == 0
+        assert ctx.progress.consumed_valid_samples == {"valid": 32} and ctx.progress.consumed_train_samples == 0
         assert first != again, "the second validation goes on with the next samples"
-        ctx.progress.consumed_valid_samples = 0
+        ctx.progress.consumed_valid_samples["valid"] = 0
         assert evaluate(ctx) == first
         assert only_model(ctx.state).training
         assert all(torch.equal(a, b) for a, b in zip(weights, only_model(ctx.state).parameters(), strict=True))
@@ -282,9 +282,9 @@ def test_when_a_validation_is_due(iteration: int, settings: dict[str, Any], is_d
 def test_a_signal_cuts_a_validation_short() -> None:
     with training_run(small_config(SHORT, VALIDATED)) as ctx:
         signal.raise_signal(signal.SIGTERM)
-        assert evaluate(ctx) is None
+        assert evaluate(ctx) == {}
         assert only_model(ctx.state).training
-        assert ctx.progress.consumed_valid_samples == 16, "as if it had been done"
+        assert ctx.progress.consumed_valid_samples == {"valid": 16}, "as if it had been done"
 
 
 def _saving(folder: Path, **training: Any) -> dict[str, dict[str, Any]]:
@@ -295,7 +295,7 @@ def test_the_loop_ends_with_the_last_iteration_saved(tmp_path: Path) -> None:
     config = small_config(SHORT, VALIDATED, _saving(tmp_path))
     with training_run(config) as ctx:
         assert train(ctx) is ExitReason.FINISHED
-        assert ctx.progress.iteration == 4 and ctx.progress.consumed_valid_samples == 32
+        assert ctx.progress.iteration == 4 and ctx.progress.consumed_valid_samples == {"valid": 32}
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     with training_run(config) as ctx:
         published = ctx.last_save
