@@ -1,8 +1,10 @@
 """Turn text into the token files that training reads: <prefix>.bin, <prefix>.idx and <prefix>.meta.json.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --workers 8
+    zcat dump.gz | python tools/preprocess_data.py --input - --output-prefix data/corpus
 
-A .jsonl or .json file has one JSON object a line; any other file is one document of plain text.
+A .jsonl or .json file, and standard input, has one JSON object a line; any other file is one document of plain text.
+Either may be compressed and then ends in .gz.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ _LINE_SECONDS = 10.0
 
 def _parse(arguments: Sequence[str] | None) -> PreprocessOptions:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", type=Path, required=True, metavar="FILE", help="read in this order")
+    parser.add_argument(
+        "--input", nargs="+", type=Path, required=True, metavar="FILE", help="read in this order; - is standard input"
+    )
     parser.add_argument("--output-prefix", type=Path, required=True, help="path of the output without suffix")
     parser.add_argument("--tokenizer-type", default="ByteTokenizer", choices=TOKENIZER_TYPES)
     parser.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer, its end id not counted")
+    parser.add_argument("--tokenizer-model", type=Path, metavar="FILE", help="tokenizer.json, its folder, or a .model")
+    parser.add_argument("--tokenizer-eod", metavar="TEXT", help="the token that ends documents, if its files name none")
     parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
     parser.add_argument("--jsonl", action="store_true", help="read every input as JSON lines, whatever its suffix")
     parser.add_argument(
@@ -40,7 +46,9 @@ def _parse(arguments: Sequence[str] | None) -> PreprocessOptions:
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that encode (default: 1)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--skip-bad-lines", action="store_true", help="count unusable JSON lines instead of failing")
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="name and count unusable JSON lines instead of failing"
+    )
     options = vars(parser.parse_args(arguments))
     return PreprocessOptions(inputs=tuple(options.pop("input")), **options)
 
@@ -55,10 +63,12 @@ def _progress_printer(started: float) -> Callable[[PreprocessCounts], None]:
         if not terminal and now - last < _LINE_SECONDS:
             return
         last = now
-        share = counts.bytes_read / max(1, counts.input_size)
         rate = counts.bytes_read / 1e6 / (now - started)
-        bar = f"[{'#' * int(30 * share):<30}] " if terminal else ""
-        text = f"{bar}{share:4.0%} {counts.documents} documents, {counts.tokens} tokens, {rate:.1f} MB/s"
+        text = f"{counts.documents} documents, {counts.tokens} tokens, {rate:.1f} MB/s"
+        if counts.input_size is not None:
+            share = counts.bytes_read / max(1, counts.input_size)
+            bar = f"[{'#' * int(30 * share):<30}] " if terminal else ""
+            text = f"{bar}{share:4.0%} {text}"
         print(f"\r{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     return show

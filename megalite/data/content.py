@@ -35,7 +35,7 @@ def check_content(indexed: IndexedDataset, tokenizer: Tokenizer, vocab_size: int
 
 
 def check_tokenizer(meta: DatasetMeta, tokenizer: Tokenizer, where: Path) -> None:
-    """Raise DataError when the data was made with another tokenizer or another end-of-document id."""
+    """Raise DataError when the data was made with another tokenizer, end-of-document id or tokenizer file."""
     if meta.tokenizer is not None and meta.tokenizer != tokenizer.name:
         raise DataError(
             f"{where} says the data was made with {meta.tokenizer}, this run uses {tokenizer.name}. Set "
@@ -46,6 +46,17 @@ def check_tokenizer(meta: DatasetMeta, tokenizer: Tokenizer, where: Path) -> Non
             f"{where} says documents end with token {meta.eod}, {tokenizer.name} of this run ends them with "
             f"{tokenizer.eod}. Use the vocabulary size of the data ({meta.vocab_size}) or make the data again."
         )
+    now = tokenizer.describe()
+    compared = (
+        ("a tokenizer file with sha256", meta.tokenizer_sha256, now["sha256"]),
+        ("a vocabulary of", meta.vocab_size, tokenizer.vocab_size),
+    )
+    for what, then, current in compared:
+        if None not in (then, current) and then != current:
+            raise DataError(
+                f"{where} says the data was made with {what} {then}, the {tokenizer.name} of this run has {current}. "
+                "Set data.tokenizer_model to the file that the data was made with, or make the data again."
+            )
 
 
 def check_token_range(

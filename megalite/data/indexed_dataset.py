@@ -232,6 +232,7 @@ class IndexedDatasetWriter:
         tokenizer: str | None = None,
         vocab_size: int | None = None,
         eod: int | None = None,
+        tokenizer_sha256: str | None = None,
     ) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -241,6 +242,7 @@ class IndexedDatasetWriter:
         self.max_token_id = 0
         self.num_tokens = 0
         self._tokenizer, self._vocab_size, self._eod = tokenizer, vocab_size, eod
+        self._tokenizer_sha256 = tokenizer_sha256
         # Typed arrays: a corpus of 100 million documents would need gigabytes as Python lists.
         self._lengths = array.array("i")
         self._bounds = array.array("q", [0])
@@ -279,11 +281,12 @@ class IndexedDatasetWriter:
                 "types can be merged: make both with the same tokenizer."
             )
         meta = other.meta()
-        theirs = (meta.tokenizer, meta.eod) if meta is not None else (None, None)
-        if None not in (theirs[0], self._tokenizer) and theirs != (self._tokenizer, self._eod):
+        theirs = (meta.tokenizer, meta.eod, meta.tokenizer_sha256) if meta is not None else (None, None, None)
+        ours = (self._tokenizer, self._eod, self._tokenizer_sha256)
+        if None not in (theirs[0], ours[0]) and theirs != ours:
             raise DataError(
-                f"{other.prefix} was made with {theirs[0]} (end of document {theirs[1]}), {self.prefix} with "
-                f"{self._tokenizer} ({self._eod}). Make both with the same tokenizer."
+                f"{other.prefix} was made with {theirs[0]} (end of document {theirs[1]}, file {theirs[2]}), "
+                f"{self.prefix} with {ours[0]} ({ours[1]}, {ours[2]}). Make both with the same tokenizer."
             )
         shift = len(self._lengths)
         sequence = 0
@@ -338,7 +341,8 @@ class IndexedDatasetWriter:
         idx, meta = idx_path(self.prefix), meta_path(self.prefix)
         parts = (lengths.astype("<i4"), pointers.astype("<i8"), bounds.astype("<i8"))
         write_durably(Path(f"{idx}.tmp"), header + b"".join(part.tobytes() for part in parts))
-        about = DatasetMeta(self.max_token_id, self.num_tokens, self._tokenizer, self._vocab_size, self._eod)
+        tokenizer = (self._tokenizer, self._vocab_size, self._eod, self._tokenizer_sha256)
+        about = DatasetMeta(self.max_token_id, self.num_tokens, *tokenizer)
         write_durably(Path(f"{meta}.tmp"), about.to_bytes())
         # An old index must not meet new tokens when the process dies between two renames.
         idx.unlink(missing_ok=True)

@@ -24,6 +24,8 @@ class DatasetMeta:
     tokenizer: str | None = None
     vocab_size: int | None = None
     eod: int | None = None
+    tokenizer_sha256: str | None = None
+    """Of the file that the tokenizer was read from."""
 
     def to_bytes(self) -> bytes:
         return (json.dumps(asdict(self), indent=2) + "\n").encode()
@@ -34,13 +36,14 @@ def _parse(text: bytes) -> DatasetMeta:
     known = {field.name for field in fields(DatasetMeta)}
     if not isinstance(raw, dict) or not {"max_token_id", "num_tokens"} <= set(raw):
         raise ValueError("the fields 'max_token_id' and 'num_tokens' are missing")
-    for name in known - {"tokenizer"}:
+    for name in known - {"tokenizer", "tokenizer_sha256"}:
         value = raw.get(name)
         required = name in ("max_token_id", "num_tokens")
         if (value is None and required) or (value is not None and type(value) is not int):
             raise ValueError(f"{name!r} is {value!r}, not an integer")
-    if not isinstance(raw.get("tokenizer"), (str, type(None))):
-        raise ValueError(f"'tokenizer' is {raw['tokenizer']!r}, not a name")
+    for name in ("tokenizer", "tokenizer_sha256"):
+        if not isinstance(raw.get(name), (str, type(None))):
+            raise ValueError(f"{name!r} is {raw[name]!r}, not a text")
     return DatasetMeta(**{name: value for name, value in raw.items() if name in known})
 
 

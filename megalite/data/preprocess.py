@@ -6,29 +6,31 @@ process starts quickly.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
+from megalite.data.documents import GZIP_SUFFIX, STDIN, Chunk, name_of, read_chunks
 from megalite.data.indexed_dataset import IndexedDatasetWriter, best_dtype, bin_path, idx_path
-from megalite.data.tokenizers import build_tokenizer
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.utils.errors import ConfigError, DataError
 
-JSONL_SUFFIXES = (".jsonl", ".json")
+logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
-_CHUNK_DOCUMENTS = 4096
 _PENDING_PER_WORKER = 4
 _REPORT_SECONDS = 0.5
+_NAMED_BAD_LINES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,13 @@ class PreprocessOptions:
     """What to read, how to encode it, where to put it."""
 
     inputs: tuple[Path, ...]
+    """Files in this order; a single ``-`` is JSON lines from standard input."""
+
     output_prefix: Path
     tokenizer_type: str = "ByteTokenizer"
     vocab_size: int | None = None
+    tokenizer_model: Path | None = None
+    tokenizer_eod: str | None = None
     json_key: str = "text"
     jsonl: bool = False
     append_eod: bool = True
@@ -49,9 +55,11 @@ class PreprocessOptions:
 
 @dataclass
 class PreprocessCounts:
-    """How far the work is; sizes in bytes."""
+    """How far the work is; sizes in bytes, of compressed files as they lie on disk."""
 
-    input_size: int = 0
+    input_size: int | None = 0
+    """None when it cannot be known."""
+
     bytes_read: int = 0
     documents: int = 0
     tokens: int = 0
@@ -60,25 +68,13 @@ class PreprocessCounts:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Raw documents; ``numbers`` are their lines in ``path``, empty for a plain file."""
-
-    path: Path
-    documents: list[bytes]
-    numbers: list[int] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.documents))
-
-
-@dataclass(frozen=True)
 class _Encoded:
     tokens: np.ndarray
     lengths: np.ndarray
     bytes_read: int
     empty_documents: int
-    bad_lines: int
+    bad_lines: list[str]
+    """Where each is and what is wrong with it."""
 
 
 def _text_of_line(line: bytes, key: str) -> str:
@@ -94,79 +90,74 @@ def _text_of_line(line: bytes, key: str) -> str:
     return record[key]
 
 
-def _texts(chunk: _Chunk, options: PreprocessOptions) -> Iterator[str | None]:
-    """Yield the text of each document, None for a bad line that is skipped."""
+@dataclass(frozen=True)
+class _BadLine:
+    problem: str
+
+
+def _texts(chunk: Chunk, options: PreprocessOptions) -> Iterator[str | _BadLine]:
+    """Yield the text of each document, or what is wrong with a line that is skipped."""
     if not chunk.numbers:
         try:
             yield chunk.documents[0].decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{chunk.path} is not UTF-8: byte {error.start} cannot be read ({error.reason}). Convert the file, for "
-                "example with iconv -t utf-8."
+                f"{name_of(chunk.path)} is not UTF-8: byte {error.start} cannot be read ({error.reason}). Convert the "
+                "file, for example with iconv -t utf-8."
             ) from error
         return
-    for number, line in zip(chunk.numbers, chunk.documents, strict=True):
+    for place, line in enumerate(chunk.documents):
         if not line.strip():
             yield ""
             continue
         try:
             text = _text_of_line(line, options.json_key)
         except (ValueError, RecursionError) as error:
+            problem = f"{chunk.where(place)} is not a usable JSON line: {error}"
             if not options.skip_bad_lines:
                 raise DataError(
-                    f"{chunk.path}:{number} is not a usable JSON line: {error}. Correct it, set --json-key, or count "
-                    "such lines with --skip-bad-lines."
+                    f"{problem}. Correct it, set --json-key, or leave such lines out with --skip-bad-lines."
                 ) from error
-            yield None
+            yield _BadLine(problem)
             continue
         yield text
 
 
-def _encode(chunk: _Chunk, options: PreprocessOptions) -> _Encoded:
-    """Return the tokens of a chunk; runs in a worker process."""
-    tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_size)
+# Built once in each worker, which lives for one call: reading a large vocabulary takes longer than encoding a chunk.
+@functools.lru_cache(maxsize=1)
+def _tokenizer(options: PreprocessOptions) -> Tokenizer:
+    return _build_tokenizer(options)
+
+
+def _build_tokenizer(options: PreprocessOptions) -> Tokenizer:
+    kind, model, eod = options.tokenizer_type, options.tokenizer_model, options.tokenizer_eod
+    return build_tokenizer(kind, options.vocab_size, model=model, eod=eod)
+
+
+def _encode_in_worker(chunk: Chunk, options: PreprocessOptions) -> _Encoded:
+    return _encode(chunk, options, _tokenizer(options))
+
+
+def _encode(chunk: Chunk, options: PreprocessOptions, tokenizer: Tokenizer) -> _Encoded:
     dtype = best_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eod] if options.append_eod else [], dtype=dtype)
     pieces: list[np.ndarray] = [np.empty(0, dtype)]
     lengths: list[int] = []
-    empty = bad = 0
-    for text in _texts(chunk, options):
-        if text is None:
-            bad += 1
+    empty, bad = 0, []
+    for place, text in enumerate(_texts(chunk, options)):
+        if isinstance(text, _BadLine):
+            bad.append(text.problem)
         elif not text or text.isspace():
             empty += 1
         else:
             try:
                 ids = tokenizer.encode(text)
             except DataError as error:
-                raise DataError(f"{chunk.path}{_line(chunk, len(lengths) + empty + bad)}: {error}") from error
+                raise DataError(f"{chunk.where(place)}: {error}") from error
             pieces += (ids, end)
             lengths.append(len(ids) + len(end))
     tokens = np.concatenate(pieces).astype(dtype, copy=False)
-    return _Encoded(tokens, np.array(lengths, dtype=np.int64), chunk.size, empty, bad)
-
-
-def _line(chunk: _Chunk, place: int) -> str:
-    return f":{chunk.numbers[place]}" if chunk.numbers else ""
-
-
-def _read_chunks(options: PreprocessOptions) -> Iterator[_Chunk]:
-    """Yield the input in order, cut into pieces of a few megabytes at most unless one document is larger."""
-    for path in options.inputs:
-        if not options.jsonl and path.suffix not in JSONL_SUFFIXES:
-            yield _Chunk(path, [path.read_bytes()])
-            continue
-        documents: list[bytes] = []
-        size, first = 0, 1
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                documents.append(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                size += len(line)
-                if size >= _CHUNK_BYTES or len(documents) >= _CHUNK_DOCUMENTS:
-                    yield _Chunk(path, documents, list(range(first, number + 1)))
-                    documents, size, first = [], 0, number + 1
-        if documents:
-            yield _Chunk(path, documents, list(range(first, first + len(documents))))
+    return _Encoded(tokens, np.array(lengths, dtype=np.int64), chunk.bytes_read, empty, bad)
 
 
 def _ignore_interrupts() -> None:
@@ -174,43 +165,49 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _encode_all(options: PreprocessOptions) -> Iterator[_Encoded]:
+def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[_Encoded]:
     """Yield encoded chunks in the order of the input, with a bounded number of them in memory."""
     if options.workers == 1:
-        for chunk in _read_chunks(options):
-            yield _encode(chunk, options)
+        for chunk in read_chunks(options.inputs, options.jsonl):
+            yield _encode(chunk, options, tokenizer)
         return
     pending: deque[Future[_Encoded]] = deque()
     # Not a multiprocessing.Pool: it waits for ever when a worker is killed, and reads the input without bound.
     with ProcessPoolExecutor(options.workers, get_context("forkserver"), _ignore_interrupts) as pool:
         try:
-            for chunk in _read_chunks(options):
-                pending.append(pool.submit(_encode, chunk, options))
+            for chunk in read_chunks(options.inputs, options.jsonl):
+                pending.append(pool.submit(_encode_in_worker, chunk, options))
                 if len(pending) > options.workers * _PENDING_PER_WORKER:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                f"one of {options.workers} worker processes died while reading {options.inputs[0]} and what follows. "
-                "It was killed or ran out of memory: use fewer --workers or smaller documents."
+                f"one of {options.workers} worker processes died while reading {name_of(options.inputs[0])} and what "
+                "follows. It was killed or ran out of memory: use fewer --workers or smaller documents."
             ) from error
         finally:
             for future in pending:
                 future.cancel()
 
 
-def _check(options: PreprocessOptions) -> int:
-    """Return the size of the input, or raise before any work is done."""
+def _check(options: PreprocessOptions) -> int | None:
+    """Return the size of the input, None for standard input, or raise before any work is done."""
     if options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; give 1 or more.")
     if not options.inputs:
         raise ConfigError("no input file was given; name one or more with --input.")
+    if STDIN in options.inputs and len(options.inputs) > 1:
+        raise ConfigError(
+            f"--input names {len(options.inputs)} inputs, but '-', standard input, stands alone; drop one."
+        )
     size = 0
     for path in options.inputs:
+        if path == STDIN:
+            continue
         if not path.is_file():
             state = "is not a file" if path.exists() else "does not exist"
-            raise DataError(f"the input {path} {state}. Give text or JSON lines files.")
+            raise DataError(f"the input {path} {state}. Give text or JSON lines files, also with {GZIP_SUFFIX}.")
         size += path.stat().st_size
     folder = options.output_prefix.parent
     if not folder.is_dir():
@@ -219,7 +216,7 @@ def _check(options: PreprocessOptions) -> int:
     existing = next((path for path in outputs if path.exists()), None)
     if existing is not None and not options.overwrite:
         raise ConfigError(f"the output {existing} exists already. Choose another --output-prefix or add --overwrite.")
-    return size
+    return None if STDIN in options.inputs else size
 
 
 def preprocess(
@@ -231,13 +228,11 @@ def preprocess(
     and nothing was added to it. Documents without text, or with nothing but white space, are counted and left out.
     """
     counts = PreprocessCounts(input_size=_check(options))
-    tokenizer = build_tokenizer(options.tokenizer_type, options.vocab_size)
-    dtype = best_dtype(tokenizer.vocab_size)
+    tokenizer = _build_tokenizer(options)
+    about = (tokenizer.name, tokenizer.vocab_size, tokenizer.eod, tokenizer.describe()["sha256"])
     try:
-        with IndexedDatasetWriter(
-            options.output_prefix, dtype, tokenizer.name, tokenizer.vocab_size, tokenizer.eod
-        ) as writer:
-            _write(options, writer, counts, report)
+        with IndexedDatasetWriter(options.output_prefix, best_dtype(tokenizer.vocab_size), *about) as writer:
+            _write(options, tokenizer, writer, counts, report)
     except OSError as error:
         raise DataError(
             f"{error.filename or options.output_prefix} cannot be read or written: {error.strerror}. Check the rights "
@@ -248,17 +243,19 @@ def preprocess(
 
 def _write(
     options: PreprocessOptions,
+    tokenizer: Tokenizer,
     writer: IndexedDatasetWriter,
     counts: PreprocessCounts,
     report: Callable[[PreprocessCounts], None],
 ) -> None:
     reported = time.monotonic()
-    for encoded in _encode_all(options):
+    for encoded in _encode_all(options, tokenizer):
         writer.add_documents(encoded.tokens, encoded.lengths)
         counts.documents, counts.tokens = writer.num_documents, writer.num_tokens
         counts.bytes_read += encoded.bytes_read
         counts.empty_documents += encoded.empty_documents
-        counts.bad_lines += encoded.bad_lines
+        _name_bad_lines(encoded.bad_lines, counts.bad_lines)
+        counts.bad_lines += len(encoded.bad_lines)
         if time.monotonic() - reported >= _REPORT_SECONDS:
             reported = time.monotonic()
             report(counts)
@@ -268,3 +265,11 @@ def _write(
             f"{counts.bad_lines} bad lines. Nothing was written; check --input and --json-key."
         )
     writer.finalize()
+
+
+def _name_bad_lines(problems: list[str], before: int) -> None:
+    for number, problem in enumerate(problems, before + 1):
+        if number <= _NAMED_BAD_LINES:
+            logger.warning("%s; the line is left out", problem)
+        elif number == _NAMED_BAD_LINES + 1:
+            logger.warning("more lines are left out and only counted from here on")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data import preprocess as module
+from megalite.data import documents as module
+from megalite.data import preprocess as preprocess_module
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import PreprocessOptions, preprocess
 from megalite.utils.errors import ConfigError, DataError
@@ -159,7 +163,7 @@ def test_usage_errors_come_before_any_work(tmp_path):
 
 
 def test_progress_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(preprocess_module, "_REPORT_SECONDS", 0.0)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 30)
     seen = []
     options = PreprocessOptions(
@@ -169,9 +173,89 @@ def test_progress_is_reported(tmp_path, monkeypatch):
     assert len(seen) > 3 and seen == sorted(seen) and seen[-1] == 1.0
 
 
-def _tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+def test_compressed_files_hold_the_same_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 200)
+    a = lines(tmp_path / "a.jsonl", *({"text": f"line {n}"} for n in range(100)))
+    (tmp_path / "b.txt").write_text("plain\n" * 50)
+    _, expected = run(tmp_path, a, tmp_path / "b.txt")
+    packed = [Path(f"{path}.gz") for path in (a, tmp_path / "b.txt")]
+    for path in packed:
+        path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
+    for workers in (1, 2):
+        counts, data = run(tmp_path, *packed, workers=workers, overwrite=True)
+        assert documents(data) == documents(expected)
+        # The progress counts what lies on disk.
+        assert counts.bytes_read == counts.input_size == sum(path.stat().st_size for path in packed)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-12], lambda data: data[:30] + b"\0" * 20 + data[50:], lambda data: b"no gzip at all"]
+)
+def test_a_damaged_compressed_file_is_named(tmp_path, damage):
+    content = b"".join(json.dumps({"text": f"line {n * n}"}).encode() + b"\n" for n in range(100))
+    (tmp_path / "a.jsonl.gz").write_bytes(damage(gzip.compress(content)))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is no whole gzip file"):
+        run(tmp_path, tmp_path / "a.jsonl.gz")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
+
+
+class _Stdin:
+    def __init__(self, content: bytes) -> None:
+        self.buffer = io.BytesIO(content)
+
+
+def test_standard_input_is_json_lines(tmp_path, monkeypatch):
+    content = b'{"text": "x"}\n{"text": "yo"}\n'
+    for workers in (1, 2):
+        monkeypatch.setattr(sys, "stdin", _Stdin(content))
+        counts, data = run(tmp_path, Path("-"), workers=workers, overwrite=True)
+        assert documents(data) == [[120, 256], [121, 111, 256]]
+        assert (counts.input_size, counts.bytes_read) == (None, len(content))
+    monkeypatch.setattr(sys, "stdin", _Stdin(b'{"text": "x"}\n{\n'))
+    with pytest.raises(DataError, match=r"standard input:2 is not a usable JSON line"):
+        run(tmp_path, Path("-"), overwrite=True)
+    with pytest.raises(ConfigError, match="'-', standard input, stands alone"):
+        run(tmp_path, Path("-"), Path("-"), overwrite=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_lines_that_are_left_out_are_named_and_counted(tmp_path, monkeypatch, caplog, workers):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    caplog.set_level(logging.WARNING, logger="megalite")
+    a = lines(tmp_path / "a.jsonl", {"text": "x"}, "{\n", *[{"text": "x" * 90}] * 3, *['{"txt": "y"}\n'] * 20)
+    counts, data = run(tmp_path, a, skip_bad_lines=True, workers=workers)
+    assert counts.bad_lines == 21 and len(data) == 4
+    said = [record.getMessage() for record in caplog.records]
+    assert "a.jsonl:2 is not a usable JSON line: Expecting" in said[0] and said[0].endswith("; the line is left out")
+    assert "a.jsonl:6 is not a usable JSON line: it has no key 'text'" in said[1]
+    # Ten are named, so that a file of the wrong kind does not fill the screen.
+    assert len(said) == 11 and "only counted from here on" in said[10]
+
+
+def test_workers_do_not_wait_for_torch():
+    code = "import sys, megalite.data.preprocess; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=TOOL.parents[1], timeout=60).returncode == 0
+
+
+def _tool(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_the_command_reads_standard_input_and_says_what_it_leaves_out(tmp_path):
+    text = '{"text": "x"}\n{\n{"text": "y"}\n'
+    options = ("--output-prefix", tmp_path / "out", "--skip-bad-lines", "--tokenizer-type", "ByteTokenizer")
+    result = _tool("--input", "-", *options, input=text)
+    assert result.returncode == 0 and documents(IndexedDataset(tmp_path / "out")) == [[120, 256], [121, 256]]
+    assert "2 documents, 4 tokens; skipped 0 empty documents and 1 bad lines" in result.stdout
+    assert "standard input:2 is not a usable JSON line" in result.stderr
+
+
+def test_the_command_hands_tokenizer_files_on(tmp_path):
+    a = lines(tmp_path / "a.jsonl", {"text": "x"})
+    options = ("--input", a, "--output-prefix", tmp_path / "out", "--tokenizer-model", tmp_path / "none")
+    result = _tool(*options, "--tokenizer-type", "HFTokenizer", "--tokenizer-eod", "</s>")
+    assert result.returncode == 3 and "the tokenizer file" in result.stderr and "none cannot be read" in result.stderr
 
 
 def test_the_command_prints_counts_and_exits_by_the_error(tmp_path):

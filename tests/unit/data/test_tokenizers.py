@@ -38,3 +38,10 @@ def test_null_tokenizer_names_what_is_not_an_id(text, message):
 def test_unknown_or_incomplete_types_are_refused(arguments):
     with pytest.raises(ConfigError):
         build_tokenizer(*arguments)
+
+
+def test_tokenizers_without_files_describe_themselves():
+    expected = {"name": "NullTokenizer", "vocab_size": 101, "eod": 100, "sha256": None}
+    assert build_tokenizer("NullTokenizer", 100).describe() == expected
+    assert build_tokenizer("ByteTokenizer").describe()["eod"] == 256
+    assert build_tokenizer("ByteTokenizer").asset_files() == []
