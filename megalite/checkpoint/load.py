@@ -9,7 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.paths import complete_iterations, iteration_folder, read_tracker
+from megalite.checkpoint.changes import changed_data, changed_settings
+from megalite.checkpoint.paths import TRACKER, complete_iterations, iteration_folder, read_tracker
 from megalite.checkpoint.state import (
     OPTIMIZER_PREFIX,
     RNG_KEY,
@@ -20,6 +21,7 @@ from megalite.checkpoint.state import (
     random_states_request,
     restore_random_states,
 )
+from megalite.config.loader import config_to_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import is_complete
 from megalite.dist_checkpointing.serialization import load, load_common_state_dict
@@ -61,6 +63,7 @@ def resolve_load(config: CheckpointConfig) -> LoadDecision | None:
     if config.save is not None:
         _check_save_folder(config.save)
         iteration = read_tracker(config.save)
+        _check_tracker_is_not_lost(config.save, iteration)
         notes += _unpublished(config.save, iteration)
         if iteration is not None:
             return LoadDecision(_existing(config.save, iteration), iteration, LoadMode.RESUME, tuple(notes))
@@ -85,12 +88,27 @@ def resolve_load(config: CheckpointConfig) -> LoadDecision | None:
 
 
 def _check_save_folder(save: Path) -> None:
-    if save.exists() and not save.is_dir():
+    try:
+        is_unusable = save.exists() and not save.is_dir()
+    except OSError as error:
+        raise ConfigError(f"checkpoint.save is {save}, which cannot be used: {error.strerror}; name another") from error
+    if is_unusable:
         raise ConfigError(f"checkpoint.save is {save}, which is a file, not a folder; name a folder or remove the file")
     above = next((path for path in save.parents if path.exists()), None)
     if above is not None and not above.is_dir():
         raise ConfigError(
             f"checkpoint.save is {save}, but {above} is a file, not a folder; name a folder or remove the file"
+        )
+
+
+def _check_tracker_is_not_lost(save: Path, published: int | None) -> None:
+    """Raise unless at most one complete step has no tracker: the first save may have ended just before its rename."""
+    complete = complete_iterations(save)
+    if published is None and len(complete) > 1:
+        raise CheckpointError(
+            f"{save / TRACKER} is missing, but iterations {', '.join(map(str, complete))} are complete: starting anew "
+            "would overwrite them. Write the number of one into that file to resume from it, or name another "
+            "checkpoint.save."
         )
 
 
@@ -232,8 +250,8 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
     of_derived = ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "num_query_groups")
     compared = (*_SHAPE_KEYS_OF_WEIGHTS, "num_query_groups", *_KIND_KEYS)
     if mode is not LoadMode.WEIGHTS:
-        compared += ("seq_length",)
-        # Angles leave no trace in the tensors, so that another base would go unnoticed. Weights alone may be trained on
+        compared += ("seq_length", "norm_epsilon")
+        # They leave no trace in the tensors, so that another value would go unnoticed. Weights alone may be trained on
         # with another one, to reach longer samples.
         compared += ("rotary_base", "rotary_percent") if model.position_embedding_type == "rope" else ()
     now = {name: getattr(derived if name in of_derived else model, name) for name in compared}
@@ -282,6 +300,8 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
             key.startswith(f"{RNG_KEY}/") and not plan.random_states
         )
 
+    if decision.mode is not LoadMode.WEIGHTS:
+        _name_changes(run, common)
     loaded = load(request, decision.folder, group=run.parallel.world, ignore_keys=is_left_out)
     _apply_common(run, decision, plan, common)
     _apply_random_states(run, decision, plan, loaded)
@@ -296,6 +316,19 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
         if is_restored
     ]
     return LoadReport(decision, tuple(restored), plan.left_out)
+
+
+def _name_changes(run: TrainState, common: Mapping[str, Any]) -> None:
+    """Say in one WARNING which settings and data are not those of the run that is continued."""
+    ours = common.get("megalite", {})
+    changes = changed_settings(ours.get("config", {}), config_to_dict(run.config))
+    changes += changed_data(ours.get("data_definitions", {}), run.data_definitions)
+    if changes and run.parallel.world.is_first:
+        logger.warning(
+            "this run goes on with other settings than the checkpoint's, and so is not the unbroken run: %s. Restore "
+            "them if that is not meant.",
+            "; ".join(changes),
+        )
 
 
 def _apply_common(run: TrainState, decision: LoadDecision, plan: LoadPlan, common: Mapping[str, Any]) -> None:

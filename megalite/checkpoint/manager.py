@@ -114,7 +114,8 @@ class CheckpointManager:
         """Clear what an earlier attempt left and make the folder. Collective over all ranks."""
         with failing_together(self.world, f"preparing {folder}"):
             if self.world.is_first:
-                if folder.exists():
+                self._check_sole_owner()
+                if folder.is_symlink() or folder.exists():
                     self._remove(folder)
                 self.hook("mkdir", folder)
                 make_directories(folder)
@@ -122,9 +123,24 @@ class CheckpointManager:
             # On a shared filesystem the new entry may reach other nodes late; making it again asks the server.
             folder.mkdir(parents=True, exist_ok=True)
 
+    def _check_sole_owner(self) -> None:
+        """Raise unless the tracker names what this run has published: another run writes here otherwise."""
+        tracker = read_tracker(self.config.save)
+        if tracker != self.published:
+            raise SaveError(
+                f"{self.config.save / TRACKER} names iteration {tracker}, this run knows of {self.published}: another "
+                "run writes into the folder, such as an earlier attempt that is still alive. End one of them"
+            )
+
     def _remove(self, folder: Path) -> None:
         """Remove an unpublished step, the marker first, so that no instant shows a complete folder with holes."""
         logger.info("removing the unpublished %s before it is written again", folder)
+        if folder.is_symlink() or not folder.is_dir():
+            # Not ours, but in the way; what a link points to stays.
+            self.hook("unlink", folder)
+            folder.unlink()
+            fsync_directory(folder.parent)
+            return
         if is_complete(folder):
             self.hook("unlink", folder / MARKER_FILE)
             (folder / MARKER_FILE).unlink()
@@ -141,6 +157,7 @@ class CheckpointManager:
                     write_durably(folder / path, data, self.hook)
                     fsync_directory((folder / path).parent)
                 write_marker(folder, self.hook)
+                self._check_sole_owner()
                 # Last of all: a crash before this line leaves the previous step as the newest one.
                 replace_atomically(self.config.save / TRACKER, str(iteration).encode(), self.hook)
 

@@ -38,7 +38,7 @@ def read_tracker(root: Path) -> int | None:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; check the file, its permissions and its disk"
         ) from error
-    if not text.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError(
             f"{path} holds {text[:40]!r}, which is not an iteration; write the number of a complete iter_ folder into "
             "it, or remove the file and all iter_ folders to start over"

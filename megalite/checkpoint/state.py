@@ -62,6 +62,8 @@ class TrainState:
     vocab_size: int
     index_sizes: dict[str, list[int]] = field(default_factory=dict)
     """For each split the numbers of samples for which its order was defined."""
+    data_definitions: dict[str, Any] = field(default_factory=dict)
+    """For each set what its order follows from, besides the sizes."""
     run_id: str = ""
 
     def finish_param_sync(self) -> None:
@@ -115,7 +117,7 @@ def common_state(state: TrainState) -> dict[str, Any]:
             "topology": list(state.parallel.topology),
             "vocab_size": state.vocab_size,
             "index_sizes": state.index_sizes,
-            "seed": state.config.training.seed,
+            "data_definitions": state.data_definitions,
         },
         # The scheduler does not depend on the optimizer's state and is kept without it.
         "opt_param_scheduler": state.scheduler.state_dict(),

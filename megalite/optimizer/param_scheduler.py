@@ -87,6 +87,10 @@ _COMPARED = (
     "end_wd",
     "wd_incr_style",
     "wd_incr_steps",
+    # Megatron does not save these.
+    "lr_warmup_init",
+    "wsd_decay_steps",
+    "lr_wsd_decay_style",
 )
 
 
@@ -111,14 +115,14 @@ class OptimizerParamScheduler:
         return self.config.learning_rate(self.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Megatron's keys, as plain values."""
+        """Return Megatron's keys and three more, as plain values."""
         return {name: getattr(self.config, name) for name in _COMPARED} | {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any], override: bool = False, use_checkpoint: bool = False) -> None:
         """Go on from the saved number of samples.
 
         A schedule that differs from the run's is refused, unless ``override`` says to take the run's or
-        ``use_checkpoint`` to take the saved one. The shape of WSD's last phase is not saved and always the run's.
+        ``use_checkpoint`` to take the saved one. Megatron's checkpoints say nothing of WSD's last phase.
         """
         saved = {name: state[name] for name in _COMPARED if name in state}
         different = [name for name in self._effective(saved) if saved[name] != getattr(self.config, name)]
@@ -149,6 +153,10 @@ class OptimizerParamScheduler:
         unused = set()
         if saved.get("lr_decay_style") == self.config.lr_decay_style == "constant":
             unused |= {"lr_decay_steps", "min_lr"}
+        if "WSD" not in (saved.get("lr_decay_style"), self.config.lr_decay_style):
+            unused |= {"wsd_decay_steps", "lr_wsd_decay_style"}
+        if saved.get("lr_warmup_steps") == self.config.lr_warmup_steps == 0:
+            unused |= {"lr_warmup_init"}
         if saved.get("wd_incr_style") == self.config.wd_incr_style == "constant":
             unused |= {"wd_incr_steps", "start_wd"}
         return [name for name in saved if name not in unused]

@@ -44,13 +44,13 @@ class ExitSignal:
         return self.number.name if self.received or not self.parent_is_gone else "the launcher's death"
 
     def follow(self) -> None:
-        """Note that the run stops because of it, whichever rank was signalled: from here on the signal is ignored."""
+        """Note that the run is over, whether or not because of the signal: from here on it is ignored."""
         self._is_followed = True
         if self._handles:
             signal.signal(self.number, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Put the previous handler back, unless the signal was followed.
+        """Put the previous handler back, unless the run came to its end.
 
         The process is then on its way out with everything published, and schedulers repeat themselves: a signal that
         arrives while the interpreter ends would make a death by signal of a status 0.

@@ -14,6 +14,13 @@ logger = logging.getLogger(__name__)
 
 def train(ctx: TrainContext) -> ExitReason:
     """Run iterations until the schedule ends or an exit is decided. Collective over all ranks."""
+    reason = _iterate(ctx)
+    # All that was to be saved is; a signal that comes now would only spoil the exit status.
+    ctx.exit_signal.follow()
+    return reason
+
+
+def _iterate(ctx: TrainContext) -> ExitReason:
     if is_stop_requested(ctx):
         # Asked during set-up: there is nothing new to save.
         return ExitReason.SIGNAL

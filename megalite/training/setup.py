@@ -43,6 +43,7 @@ from megalite.training.exit import log_state_hash
 from megalite.training.profiling import Profiler
 from megalite.training.report import Reporter
 from megalite.utils.dist import failing_together, initialize_world
+from megalite.utils.errors import DataError
 from megalite.utils.files import FaultHook, no_fault
 from megalite.utils.logging import setup_logging
 
@@ -114,8 +115,14 @@ def _build(
     start = _start_of(decision, common)
     check_batch_sizes(config, derived, start.consumed_train_samples)
     with failing_together(parallel.world, "opening the data"):
-        datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common), start)
-    state.index_sizes = datasets.index_sizes
+        try:
+            datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common), start)
+        except MemoryError as error:
+            raise DataError(
+                f"the sample indices for {samples_per_split(config, derived, start)} samples do not fit into memory: "
+                f"{error}. Shorten the run (training.train_iters or train_samples)"
+            ) from error
+    state.index_sizes, state.data_definitions = datasets.index_sizes, datasets.definitions
     timers = Timers(config.logging.timing_log_level, device)
     flops_per_sequence = _flops_per_sequence(config, derived, vocab_size)
     train_iters = last_iteration(derived, config, start)

@@ -323,6 +323,13 @@ class PrecisionConfig:
         self._check_loss_scale()
 
     def _check_loss_scale(self) -> None:
+        for name in ("loss_scale", "initial_loss_scale"):
+            value = getattr(self, name)
+            require(
+                value is None or value <= 2.0**127,
+                f"precision.{name} is {value}, more than fp32 can hold; give at most 2^127, which is 1.7e38",
+                f"precision.{name}",
+            )
         require_above("precision.loss_scale", self.loss_scale, 0)
         require_above("precision.min_loss_scale", self.min_loss_scale, 0)
         require_at_least("precision.loss_scale_window", self.loss_scale_window, 1)

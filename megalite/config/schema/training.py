@@ -82,6 +82,11 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed"):
             require_at_least(f"training.{name}", getattr(self, name), 1)
+        require(
+            self.seed < 2**31,
+            f"training.seed is {self.seed}, but NumPy takes 32 bits, of which ranks need some; give less than 2^31",
+            "training.seed",
+        )
         require_at_least("training.eval_interval", self.eval_interval, 1)
         require_at_least("training.eval_iters", self.eval_iters, 0)
         require_at_least("training.exit_interval", self.exit_interval, 1)

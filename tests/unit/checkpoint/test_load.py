@@ -177,7 +177,9 @@ def test_progress_of_a_foreign_trainer() -> None:
     args = {"consumed_train_samples": 80, "consumed_valid_samples": 16, "skipped_train_samples": 2}
     common = _common(**args, global_batch_size=4) | {"iteration": 10, "num_floating_point_operations_so_far": 5}
     assert saved_progress(common) == TrainProgress(10, 80, {"valid": 16}, 2, 0, 5.0)
-    assert saved_progress(_common(global_batch_size=4) | {"iteration": 10}) == TrainProgress(10, 40, {"valid": 0}, 0, 0, 0.0)
+    assert saved_progress(_common(global_batch_size=4) | {"iteration": 10}) == TrainProgress(
+        10, 40, {"valid": 0}, 0, 0, 0.0
+    )
 
 
 def test_own_progress_wins() -> None:

@@ -194,18 +194,35 @@ def test_numbers_without_effect_may_change(changes: dict[str, Any]) -> None:
         _scheduler(**changes).load_state_dict(_scheduler().state_dict())
 
 
-def test_the_last_phase_of_wsd_is_the_runs() -> None:
+def _wsd_of_megatron() -> dict[str, Any]:
+    """A saved WSD schedule without the keys that only we save."""
     saved = _scheduler(lr_decay_style="WSD", wsd_decay_steps=300)
     saved.step(800)
+    ours = ("lr_warmup_init", "wsd_decay_steps", "lr_wsd_decay_style")
+    return {name: value for name, value in saved.state_dict().items() if name not in ours}
+
+
+def test_the_last_phase_of_wsd_is_the_runs_where_it_is_not_saved() -> None:
     run = _scheduler(lr_decay_style="WSD", wsd_decay_steps=400)
-    run.load_state_dict(saved.state_dict(), use_checkpoint=True)
+    run.load_state_dict(_wsd_of_megatron(), use_checkpoint=True)
     assert run.lr == replace(BASE, lr_decay_style="WSD", wsd_decay_steps=400).learning_rate(800)
 
 
 def test_wsd_of_a_checkpoint_needs_a_last_phase() -> None:
-    saved = _scheduler(lr_decay_style="WSD", wsd_decay_steps=300)
     with pytest.raises(CheckpointError, match="lr_wsd_decay_iters"):
-        _scheduler().load_state_dict(saved.state_dict(), use_checkpoint=True)
+        _scheduler().load_state_dict(_wsd_of_megatron(), use_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"wsd_decay_steps": 400}, {"lr_wsd_decay_style": "cosine"}, {"lr_warmup_init": 0.005}], ids=str
+)
+def test_another_last_phase_or_start_is_refused(change: dict[str, Any]) -> None:
+    saved = _scheduler(lr_decay_style="WSD", wsd_decay_steps=300).state_dict()
+    run = _scheduler(**{"lr_decay_style": "WSD", "wsd_decay_steps": 300, **change})
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        run.load_state_dict(saved)
+    run.load_state_dict(saved, use_checkpoint=True)
+    assert run.state_dict() == saved
 
 
 def test_keys_that_a_checkpoint_lacks_are_not_compared() -> None:
