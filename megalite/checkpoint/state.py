@@ -228,5 +228,5 @@ def readable_copies(state: TrainState, config_text: str, tokenizer: dict[str, An
     return {
         Path("config.yaml"): config_text.encode(),
         Path("progress.json"): (json.dumps(progress, indent=2) + "\n").encode(),
-        Path("tokenizer/tokenizer.json"): (json.dumps(tokenizer, indent=2) + "\n").encode(),
+        Path("tokenizer/megalite.json"): (json.dumps(tokenizer, indent=2) + "\n").encode(),
     }

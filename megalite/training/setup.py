@@ -390,7 +390,10 @@ def _reporter(
 
 def _readable_copies(state: TrainState, tokenizer: Tokenizer) -> Callable[[], dict[Path, bytes]]:
     config_text = dump_config(state.config)
-    return lambda: readable_copies(state, config_text, tokenizer.describe())
+    # Read once and by the rank that writes them: the tokenizer's own files go with every checkpoint.
+    assets = tokenizer.asset_files() if state.parallel.world.is_first else []
+    files = {Path("tokenizer") / path.name: path.read_bytes() for path in assets}
+    return lambda: readable_copies(state, config_text, tokenizer.describe()) | files
 
 
 def _flops_per_sequence(config: Config, derived: Derived, vocab_size: int) -> float:

@@ -22,7 +22,7 @@ from megalite.utils.files import FaultHook, no_fault
 from tests.unit.samples import fill, small_config, train_state
 
 OLD, NEW = 5, 6
-READABLE = {Path("config.yaml"): b"a: 1\n", Path("tokenizer/tokenizer.json"): b"{}\n"}
+READABLE = {Path("config.yaml"): b"a: 1\n", Path("tokenizer/megalite.json"): b"{}\n"}
 
 Operation = tuple[str, str]
 
@@ -105,7 +105,7 @@ def test_a_save_is_published_and_loads(state: TrainState, tmp_path: Path) -> Non
         "common.pt",
         "config.yaml",
         "metadata.json",
-        "tokenizer/tokenizer.json",
+        "tokenizer/megalite.json",
     }
     assert (folder / "config.yaml").read_bytes() == b"a: 1\n"
     _assert_loads(tmp_path / "run", OLD, state)
@@ -126,7 +126,7 @@ def test_order_of_operations(state: TrainState, root: Path) -> None:
     assert operations[0] == ("mkdir", "iter_0000006")
     marker, tracker = position["rename", "metadata.json"], position["rename", TRACKER]
     # Everything of the step is durable before the marker, the marker before the tracker, and nothing comes after it.
-    for name in ("common.pt", "__0_0.distcp", "config.yaml", "tokenizer.json"):
+    for name in ("common.pt", "__0_0.distcp", "config.yaml", "megalite.json"):
         assert position["fsync", name] < marker
     assert position["fsync", "__0_0.distcp"] < position["rename", ".metadata"] < marker < tracker
     assert [name for point, name in operations[marker + 1 :] if point == "write"] == [f".{TRACKER}.{os.getpid()}.tmp"]

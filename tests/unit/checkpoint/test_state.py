@@ -183,5 +183,5 @@ def test_readable_copies_are_text(state: TrainState) -> None:
     assert files[Path("config.yaml")] == b"model: {}\n"
     progress = json.loads(files[Path("progress.json")])
     assert progress["iteration"] == 5 and progress["topology"] == {"tp": 1, "pp": 1, "dp": 1}
-    assert json.loads(files[Path("tokenizer/tokenizer.json")]) == {"name": "NullTokenizer"}
+    assert json.loads(files[Path("tokenizer/megalite.json")]) == {"name": "NullTokenizer"}
     assert state.parallel.world == SINGLE
