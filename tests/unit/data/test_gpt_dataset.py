@@ -63,7 +63,60 @@ def test_eod_mask_loss_masks_the_position_whose_input_is_the_end(indexed):
     assert masked > 0
 
 
+def test_fields_of_the_documented_example():
+    tokens = np.array([5, 0, 7, 8, 0, 9])
+    all_on = SampleFields(0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
+    assert {key: value.tolist() for key, value in all_on.of(tokens).items()} == {
+        "loss_mask": [1, 0, 1, 1, 0, 1],
+        "position_ids": [0, 1, 0, 1, 2, 0],
+        "document_ids": [0, 0, 1, 1, 1, 2],
+    }
+    assert set(SampleFields(0).of(tokens)) == {"loss_mask", "position_ids"}
+    assert SampleFields(None, reset_position_ids=True).of(tokens)["position_ids"].tolist() == list(range(6))
+
+
+def megatron_fields(tokens, eod):
+    """Position ids and mask (True: hidden) by Megatron's definition: changes in place, one end after the other."""
+    length = len(tokens)
+    visible, positions, start = np.tril(np.ones((length, length))), np.arange(length), 0
+    for end in np.flatnonzero(tokens == eod):
+        visible[end + 1 :, : end + 1] = 0
+        positions[end + 1 :] -= end + 1 - start
+        start = end + 1
+    return positions, visible < 0.5
+
+
+def mask_of(document_ids):
+    """The mask that the model makes of the numbers."""
+    length = len(document_ids)
+    row, column = np.arange(length)[:, None], np.arange(length)[None, :]
+    return ~((column <= row) & (document_ids[:, None] == document_ids[None, :]))
+
+
+@pytest.mark.parametrize("share_of_ends", [0.0, 0.1, 0.5, 1.0])
+def test_document_ids_say_the_same_as_megatrons_mask(share_of_ends):
+    random = np.random.RandomState(int(10 * share_of_ends))
+    fields = SampleFields(EOD, reset_position_ids=True, reset_attention_mask=True)
+    for _ in range(50):
+        tokens = random.randint(0, 90, random.randint(1, 30))
+        tokens[random.rand(len(tokens)) < share_of_ends] = EOD
+        ours, (positions, mask) = fields.of(tokens), megatron_fields(tokens, EOD)
+        assert np.array_equal(ours["position_ids"], positions)
+        assert np.array_equal(mask_of(ours["document_ids"]), mask)
+
+
+def test_resets_reach_the_samples(indexed):
+    dataset = build(indexed, fields=SampleFields(EOD, reset_position_ids=True, reset_attention_mask=True))
+    for i in range(len(dataset)):
+        sample = dataset[i]
+        positions, mask = megatron_fields(sample["tokens"].numpy(), EOD)
+        assert sample["position_ids"].tolist() == positions.tolist()
+        assert np.array_equal(mask_of(sample["document_ids"].numpy()), mask)
+    assert (sample["document_ids"].dtype, sample["position_ids"].dtype) == (torch.int32, torch.int64)
+
+
 def test_samples_share_no_buffer_with_others_or_with_themselves(indexed):
+    """TOK-10."""
     dataset = build(indexed, fields=SampleFields(EOD, eod_mask_loss=True))
     expected = [{key: value.clone() for key, value in dataset[i].items()} for i in range(4)]
     for i in range(4):
