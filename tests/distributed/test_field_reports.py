@@ -128,6 +128,21 @@ def test_dat_18_micro_batches_of_a_step_are_distinct(corpus: Path) -> None:
     assert all(len({tuple(sample) for sample in step}) == 4 for step in steps)
 
 
+@pytest.mark.parametrize("name", ["with blanks", "\u6570\u636e", "100% 'quoted' \"too\"", "a;b&c"])
+def test_tok_15_paths_may_have_any_characters(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+        writer.add_document(np.arange(NUM_TOKENS, dtype=np.uint16))
+        writer.finalize()
+    save = {"checkpoint": {"save": str(folder / "runs" / name), "save_interval": 1}}
+    cache = {"data": {"data_cache_path": str(folder / "cache")}}
+    for end in (2, 4):
+        config = _config(folder / name, save, cache)
+        assert run_on_ranks(1, _save_and_say, config, 2) == [end]
+    assert read_tracker(folder / "runs" / name) == 4
+
+
 # Configuration
 
 

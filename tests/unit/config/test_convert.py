@@ -49,6 +49,7 @@ def read(value, declared):
     ],
 )
 def test_value_takes_the_declared_type(value, declared, expected):
+    """CFG-13."""
     result = read(value, declared)
     assert result == expected
     assert type(result) is type(expected)

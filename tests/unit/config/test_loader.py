@@ -71,6 +71,7 @@ def test_byte_order_mark_is_ignored(tmp_path):
     ],
 )
 def test_unknown_name_is_refused_with_the_nearest_right_one(tmp_path, text, expected):
+    """CFG-12."""
     assert expected in message_of(tmp_path, text)
 
 

@@ -118,6 +118,7 @@ def test_data_of_another_tokenizer_or_end_id_is_refused(tmp_path, prefix):
 
 
 def test_a_token_beyond_the_vocabulary_is_found_at_the_start(prefix):
+    """TOK-12."""
     with pytest.raises(
         DataError, match=r"token id 256 in document 0 \(sequence 0\), the vocabulary has 200 ids \(.* made for 257\)"
     ):

@@ -115,6 +115,7 @@ def test_a_last_epoch_of_which_little_is_used_is_shuffled_apart():
 
 
 def test_counts_beyond_two_billion():
+    """TOK-06."""
     assert num_epochs(2**33, 2**40, 4096) == 2**19 + 1
     assert plan_indices(2**40, 2**31 + 5, 1024).num_samples == (3 * 2**40 - 1) // 1024
     assert num_epochs(7, None, 4) == 1

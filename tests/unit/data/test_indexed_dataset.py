@@ -51,6 +51,7 @@ def test_dtype_codes_are_those_of_the_format():
     "vocab_size, name", [(257, "uint16"), (65499, "uint16"), (65500, "int32"), (65535, "int32"), (65537, "int32")]
 )
 def test_highest_id_of_a_vocabulary_survives(tmp_path, vocab_size, name):
+    """TOK-13."""
     assert best_dtype(vocab_size).name == name
     write(tmp_path / "a", [[vocab_size - 1]], best_dtype(vocab_size))
     assert IndexedDataset(tmp_path / "a").get(0).tolist() == [vocab_size - 1]
@@ -93,6 +94,7 @@ def test_documents_may_have_several_sequences(tmp_path):
 
 
 def test_pointers_pass_two_gigabytes():
+    """TOK-07."""
     lengths = np.array([2**30, 2**30, 2**31 - 1, 3], dtype=np.int32)
     pointers = pointers_from_lengths(lengths, 4)
     assert pointers.dtype == np.int64

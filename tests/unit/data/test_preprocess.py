@@ -64,6 +64,7 @@ def test_ids_as_text(tmp_path):
 
 
 def test_documents_without_text_are_counted_and_left_out(tmp_path):
+    """TOK-01."""
     a = lines(tmp_path / "a.jsonl", {"text": ""}, {"text": " \n\t"}, "\n", {"text": "x"})
     (tmp_path / "empty.txt").write_text("")
     counts, data = run(tmp_path, a, tmp_path / "empty.txt")
