@@ -88,6 +88,13 @@ def test_a_source_is_prepared_for_its_share_and_the_surplus():
     assert plan_segment([1.0, 1.0, 1.0], 100, [50, 60, 70], 0.0)[0].size == 102
 
 
+def test_weights_are_normalised_twice_as_in_megatron():
+    weights = [9.0, 9.0, 2.0, 7.0, 8.0]
+    once = normalize(weights)
+    assert normalize(once) != once
+    assert plan_segment(weights, 100, [50] * 5, 0.0)[0].weights == tuple(normalize(once))
+
+
 def test_without_weights_the_lengths_decide():
     lengths = [source.samples_per_epoch for source in sources(40, 10, 20)]
     rule, requests = plan_segment(None, 20, lengths, 0.005)
