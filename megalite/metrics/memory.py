@@ -15,7 +15,9 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
     """Return MiB by name: resident host memory now and at most, and on CUDA what is and was allocated and reserved."""
     # getrusage counts kibibytes on Linux, bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
-    report = {"host_mib": _resident_bytes(peak) / _MIB, "host_peak_mib": peak / _MIB}
+    resident = _resident_bytes(peak)
+    # The system updates the two at different moments.
+    report = {"host_mib": resident / _MIB, "host_peak_mib": max(peak, resident) / _MIB}
     if device.type == "cuda":
         report |= {
             "device_mib": torch.cuda.memory_allocated(device) / _MIB,
