@@ -201,6 +201,8 @@ def build_blended(
         rule, requests = plan_segment(weights, size, per_epoch, surplus)
         indices = _load_or_build(rule, split, cache_folder)
         if is_new:
+            if segments:
+                logger.info("%s data: samples 0 to %d keep their order, %d more follow", split, length - 1, size)
             sizes.append(size)
             # What was defined before is in the sizes of the sources already.
             needed = [start + request for start, request in zip(drawn, requests, strict=True)]

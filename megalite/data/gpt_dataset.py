@@ -246,7 +246,8 @@ class GPTDataset:
         plan = plan_indices(self.tokens_per_epoch, size, self.seq_length)
         if number > 0:
             logger.info(
-                "%s data: samples 0 to %d keep their order, %d epochs are appended for %d more",
+                "%s, %s data: samples 0 to %d keep their order, %d epochs are appended for %d more",
+                self.source.name,
                 self.split,
                 len(self) - 1,
                 plan.num_epochs,
