@@ -280,7 +280,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(
     assert run_main([*TINY, _iterations(3), f"--checkpoint.save={save}"]) == 0
     warnings = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
     assert len(warnings) == 1
-    assert f"no longer written to {save / 'metrics.jsonl'}, from iteration 1 on: No space left" in warnings[0]
+    assert f"no longer written to {save / 'metrics.jsonl'}, from iteration 0 on: No space left" in warnings[0]
     assert read_tracker(save) == 3
 
 
