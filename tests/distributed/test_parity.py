@@ -48,7 +48,6 @@ PARALLEL_RUNS = [
     ("llama", (1, 2, 2), VPP, {}),
     ("llama", (1, 4, 1), {}, {}),
     ("llama", (1, 2, 1), {"decoder_first_pipeline_num_layers": 1}, {}),
-    ("llama", (1, 4, 1), {"decoder_last_pipeline_num_layers": 1}, {}),
     ("llama", (2, 2, 1), SP, SELECTIVE),
     ("qk norm", (2, 1, 1), {}, {}),
     ("qk norm", (2, 1, 2), SP, BLOCK),
@@ -60,13 +59,25 @@ PARALLEL_RUNS = [
 @pytest.mark.parametrize(("face", "topology", "parallel", "recompute"), PARALLEL_RUNS, ids=str)
 def test_float64_equals_one_rank(face: str, topology: Topology, parallel: dict, recompute: dict) -> None:
     changes = (FLOAT64, *FACES[face], {"parallel": parallel, "training": recompute})
-    if topology[1] == 4 and "decoder_last_pipeline_num_layers" in parallel:
-        # 7 layers: two on each of three stages and one on the last.
-        changes += ({"model": {"num_layers": 7}},)
-        expected = run((1, 1, 1), make_config(*changes), STEPS)
-    else:
-        expected = _reference(face)
-    actual = run(topology, make_config(*changes, topology=topology), STEPS)
+    _assert_equal(run(topology, make_config(*changes, topology=topology), STEPS), _reference(face))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "parallel"),
+    [
+        # Two layers on each of three stages and one on the last.
+        (7, {"decoder_last_pipeline_num_layers": 1}),
+        (8, VPP),
+    ],
+    ids=str,
+)
+def test_float64_equals_one_rank_at_other_depths(num_layers: int, parallel: dict) -> None:
+    changes = (FLOAT64, LLAMA, {"model": {"num_layers": num_layers}})
+    expected = run((1, 1, 1), make_config(*changes), STEPS)
+    _assert_equal(run((1, 4, 1), make_config(*changes, {"parallel": parallel}, topology=(1, 4, 1)), STEPS), expected)
+
+
+def _assert_equal(actual: RunResult, expected: RunResult) -> None:
     assert min(expected.grad_norms) > 0.5, "clipping must be active"
     assert actual.losses == pytest.approx(expected.losses, abs=1e-9)
     assert actual.grad_norms == pytest.approx(expected.grad_norms, abs=1e-9)
