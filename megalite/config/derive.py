@@ -112,7 +112,7 @@ def derive(config: Config, world_size: int) -> Derived:
         ffn_hidden_size=_ffn_hidden_size(config),
         kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
-        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel_size),
+        ddp_bucket_size=parallel.ddp_bucket_size or default_bucket_size(data_parallel_size),
         accumulate_allreduce_grads_in_fp32=not (in_16_bits or precision.float64),
         vocab_size_multiple=model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size,
         schedule=schedule_in_samples(config, batches),
@@ -314,6 +314,11 @@ def _check_schedule_lengths(config: Config) -> None:
         decay_key,
         warmup_key,
     )
+
+
+def default_bucket_size(dp_size: int) -> int:
+    """Return Megatron's default: max(40e6, 1e6 * dp) elements."""
+    return max(40_000_000, 1_000_000 * dp_size)
 
 
 def check_batch_sizes(config: Config, derived: Derived, consumed_samples: int) -> None:

@@ -26,11 +26,6 @@ from megalite.utils.dist import Group, all_gather_single, reduce_scatter_single
 ROW = 64
 
 
-def default_bucket_size(dp_size: int) -> int:
-    """Return Megatron's default: max(40e6, 1e6 * dp) elements."""
-    return max(40_000_000, 1_000_000 * dp_size)
-
-
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalite.parallel.buffers import BucketLayout, ParamAndGradBuffer, default_bucket_size
+from megalite.parallel.buffers import BucketLayout, ParamAndGradBuffer
 from megalite.parallel.layers import traits
 from megalite.parallel.state import ParallelState
 
@@ -30,8 +30,8 @@ class DistributedDataParallel:
         module: nn.Module,
         parallel: ParallelState,
         *,
+        bucket_size: int,
         grad_dtype: torch.dtype | None = None,
-        bucket_size: int | None = None,
         gather_gradients: bool = False,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
@@ -41,7 +41,7 @@ class DistributedDataParallel:
         self.gather_gradients = gather_gradients
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
-        self.buffers = self._build_buffers(grad_dtype, bucket_size or default_bucket_size(parallel.dp_cp.size))
+        self.buffers = self._build_buffers(grad_dtype, bucket_size)
         self._bucket_of: dict[nn.Parameter, tuple[int, int]] = {}
         for b, buffer in enumerate(self.buffers):
             for k, bucket in enumerate(buffer.buckets):

@@ -15,6 +15,7 @@ Activations are [sequence, batch, hidden]; "first dim" is the sequence. With one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,128 +42,80 @@ def reduce_scatter_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return group.all_reduce(x.contiguous().clone()) if group.size > 1 else x
+    return group.all_reduce(x.contiguous().clone())
 
 
-def _split(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    return x.chunk(group.size, dim=dim)[group.rank].contiguous() if group.size > 1 else x
+def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _split_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return x.chunk(group.size, dim=0)[group.rank].contiguous()
+
+
+def _split_last_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
 def _all_gather_last_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
-    if group.size == 1:
-        return x
     pieces = all_gather_first_dim(x.unsqueeze(0), group)
     return torch.cat(pieces.unbind(0), dim=-1)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+def _reduce_scatter_last_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
+    # One piece per rank along a new first axis, which is what a reduce-scatter cuts.
+    return reduce_scatter_first_dim(torch.stack(x.chunk(group.size, dim=-1)), group).squeeze(0)
 
 
-class _Reduce(torch.autograd.Function):
+Move = Callable[[torch.Tensor, Group], torch.Tensor]
+
+
+class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, forward: Move, backward: Move) -> torch.Tensor:
+        ctx.group, ctx.move_back = group, backward
+        return forward(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.move_back(grad, ctx.group), None, None, None
 
 
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _split(grad, ctx.group, dim=-1), None
-
-
-class _GatherPartialLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # One piece per rank along a new first axis, which is what a reduce-scatter cuts.
-        pieces = torch.stack(grad.chunk(ctx.group.size, dim=-1))
-        return reduce_scatter_first_dim(pieces, ctx.group).squeeze(0), None
-
-
-class _ScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _split(x, group, dim=0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_first_dim(grad, ctx.group), None
-
-
-class _GatherFromSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_first_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_scatter_first_dim(grad, ctx.group), None
-
-
-class _ReduceScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter_first_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_first_dim(grad, ctx.group), None
+def _map(x: torch.Tensor, group: Group, forward: Move, backward: Move) -> torch.Tensor:
+    """Apply ``forward`` to ``x``, and ``backward`` to its gradient; nothing with one rank."""
+    return _Mapping.apply(x, group, forward, backward) if group.size > 1 else x
 
 
 def copy_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Enter a tensor-parallel region with a tensor that all ranks hold whole."""
-    return _Copy.apply(x, group) if group.size > 1 else x
+    return _map(x, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave a tensor-parallel region: add up the ranks' partial results."""
-    return _Reduce.apply(x, group) if group.size > 1 else x
+    return _map(x, group, _all_reduce, _identity)
 
 
 def gather_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave a tensor-parallel region: concatenate the ranks' columns."""
-    return _GatherLastDim.apply(x, group) if group.size > 1 else x
+    return _map(x, group, _all_gather_last_dim, _split_last_dim)
 
 
 def gather_partial_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Concatenate the ranks' columns where each rank then uses a part of them, so that gradients have to be summed."""
-    return _GatherPartialLastDim.apply(x, group) if group.size > 1 else x
+    return _map(x, group, _all_gather_last_dim, _reduce_scatter_last_dim)
 
 
 def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Keep this rank's part of the sequence of a tensor that all ranks hold whole."""
-    return _ScatterToSequence.apply(x, group) if group.size > 1 else x
+    return _map(x, group, _split_first_dim, all_gather_first_dim)
 
 
 def gather_from_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Enter a tensor-parallel region with a tensor that is cut along the sequence."""
-    return _GatherFromSequence.apply(x, group) if group.size > 1 else x
+    return _map(x, group, all_gather_first_dim, reduce_scatter_first_dim)
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave a tensor-parallel region: add up partial results and keep this rank's part of the sequence."""
-    return _ReduceScatterToSequence.apply(x, group) if group.size > 1 else x
+    return _map(x, group, reduce_scatter_first_dim, all_gather_first_dim)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megalite.checkpoint.paths import iteration_folder
 from megalite.checkpoint.state import live_tensors, true_rows
 from megalite.dist_checkpointing.fingerprint import fingerprint
+from megalite.utils.dist import agree_any
 
 if TYPE_CHECKING:
     from megalite.training.context import TrainContext
@@ -54,7 +55,7 @@ def checkpoint_and_decide_exit(ctx: TrainContext) -> ExitReason | None:
 
 def is_stop_requested(ctx: TrainContext) -> bool:
     """Return whether any rank was asked to stop. Collective over all ranks."""
-    return _agree(ctx)[0]
+    return agree_any(ctx.exit_signal.is_raised(), ctx.parallel.world)
 
 
 def _agree(ctx: TrainContext) -> tuple[bool, bool]:

@@ -258,7 +258,7 @@ def test_the_scale_is_saved_and_restored() -> None:
 def test_a_rank_that_owns_nothing_takes_part() -> None:
     parallel = place(dp=(4, 3))
     linear = nn.Linear(4, 4, bias=False)
-    ddp = DistributedDataParallel(linear, parallel)
+    ddp = DistributedDataParallel(linear, parallel, bucket_size=40_000_000)
     optimizer = DistributedOptimizer([ddp], OptimizerConfig(**SETTINGS | {"clip_grad": 0.5}), _scaler())
     assert optimizer.pieces == []
     optimizer.parallel = ParallelState()
@@ -378,7 +378,9 @@ def test_saved_blocks_tile_every_parameter_once(kind: type, dp: int) -> None:
 
 def test_saved_blocks_share_memory_with_the_optimizer() -> None:
     model = build_model(transformer_config(dtype=torch.float32))
-    optimizer = DistributedOptimizer([DistributedDataParallel(model, ParallelState())], OptimizerConfig(lr=1e-3))
+    optimizer = DistributedOptimizer(
+        [DistributedDataParallel(model, ParallelState(), bucket_size=40_000_000)], OptimizerConfig(lr=1e-3)
+    )
     for blocks in optimizer.sharded_state_dict(model.sharded_state_dict()).values():
         for block in blocks:
             block.data.fill_(0.25)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from megalite.config.derive import default_bucket_size
 from megalite.parallel.buffers import (
     BufferLayout,
     ParamAndGradBuffer,
-    default_bucket_size,
     pieces_of_shard,
     plan_buffer,
 )

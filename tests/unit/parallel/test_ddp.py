@@ -43,7 +43,7 @@ def test_gradients_of_micro_batches_are_added_up_in_the_buffer() -> None:
 
 def test_gradients_of_bfloat16_are_added_up_in_fp32() -> None:
     linear = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    ddp = DistributedDataParallel(linear, ParallelState(), grad_dtype=torch.float32)
+    ddp = DistributedDataParallel(linear, ParallelState(), bucket_size=40_000_000, grad_dtype=torch.float32)
     ddp.zero_gradients()
     for value in (256.0, 1.0, 1.0, 1.0):
         linear(torch.tensor([[value]], dtype=torch.bfloat16)).sum().backward()
@@ -53,7 +53,7 @@ def test_gradients_of_bfloat16_are_added_up_in_fp32() -> None:
 
 def test_one_buffer_per_dtype() -> None:
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2)])
-    ddp = DistributedDataParallel(module, ParallelState())
+    ddp = DistributedDataParallel(module, ParallelState(), bucket_size=40_000_000)
     assert [(b.values.dtype, len(b.parameters)) for b in ddp.buffers] == [(torch.float32, 4), (torch.bfloat16, 2)]
     assert [b.gradients.dtype for b in ddp.buffers] == [torch.float32, torch.bfloat16]
 
@@ -118,7 +118,7 @@ class _Doubling(Group):
 def _finalized(parallel: ParallelState, marks: ParameterTraits) -> tuple[float, float]:
     module = _Two()
     mark(module.first.bias, marks)
-    ddp = DistributedDataParallel(module, parallel)
+    ddp = DistributedDataParallel(module, parallel, bucket_size=40_000_000)
     ddp.zero_gradients()
     ddp.buffers[0].gradients.fill_(1.0)
     finalize_model_grads(ddp)
