@@ -15,10 +15,15 @@ from megalite.dist_checkpointing.mapping import (
 )
 from megalite.dist_checkpointing.optimizer import flat_range_to_blocks, sharded_tensors_of_range
 from megalite.dist_checkpointing.serialization import (
+    LoadOptions,
+    SaveCache,
+    SaveOptions,
+    StrictHandling,
     load,
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
+    load_sharded_metadata,
     load_tensor_metadata,
     save,
     write_marker,
@@ -26,10 +31,14 @@ from megalite.dist_checkpointing.serialization import (
 
 __all__ = [
     "CheckpointingConfig",
+    "LoadOptions",
     "LocalNonpersistentObject",
+    "SaveCache",
+    "SaveOptions",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StrictHandling",
     "fingerprint",
     "fingerprint_by_key",
     "fingerprint_of_plain",
@@ -40,6 +49,7 @@ __all__ = [
     "load_common_state_dict",
     "load_content_metadata",
     "load_plain_tensors",
+    "load_sharded_metadata",
     "load_tensor_metadata",
     "read_marker",
     "save",

@@ -109,6 +109,33 @@ class ShardedTensor:
             view = view.unsqueeze(0)
         return view
 
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether this copy of the block is the one that is written and counted."""
+        return is_main_replica(self.replica_id)
+
+    @property
+    def cut_axis(self) -> int | None:
+        """The first global axis on which the block is longer than one; None if there is none."""
+        return next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), None)
+
+    def rows(self, begin: int, end: int) -> ShardedTensor:
+        """Return rows [begin, end) of the block along its cut axis as a block of their own, sharing memory."""
+        axis = self.cut_axis
+        if axis is None or (begin, end) == (0, self.chunk_shape[axis]):
+            return self
+        offset = list(self.global_offset)
+        offset[axis] += begin
+        return ShardedTensor.from_block(
+            self.key,
+            self.data.detach().narrow(axis - self.prepend_axis_num, begin, end - begin),
+            self.global_shape,
+            tuple(offset),
+            self.replica_id,
+            self.prepend_axis_num,
+            self.allow_shape_mismatch,
+        )
+
     @classmethod
     def from_rank_offsets(
         cls,

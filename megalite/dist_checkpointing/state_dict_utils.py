@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import types
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+import torch
 
 from megalite.dist_checkpointing.dict_utils import Path, dotted, iter_leaves, map_leaves, vanishes, without_leaves
 from megalite.dist_checkpointing.mapping import (
@@ -10,6 +17,7 @@ from megalite.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
 from megalite.utils.errors import CheckpointError
 
@@ -24,6 +32,43 @@ def is_sharded(leaf: Any) -> bool:
 def common_part(tree: dict) -> dict:
     """Return what ``common.pt`` holds: ``tree`` without its sharded and non-persistent leaves."""
     return without_leaves(tree, is_sharded)
+
+
+def digests_of_common(common: dict) -> dict[str, bytes]:
+    """Return a digest of every plain value by its dotted name; equal values have equal digests on all ranks."""
+    found: dict[str, bytes] = {}
+    for path, leaf in iter_leaves(common):
+        if isinstance(leaf, (argparse.Namespace, types.SimpleNamespace)):
+            inner = digests_of_common(vars(leaf))
+            found.update({f"{dotted(path)}.{name}": digest for name, digest in inner.items()})
+        else:
+            digest = hashlib.blake2b(digest_size=8)
+            for part in _canonical(leaf):
+                digest.update(part)
+            found[dotted(path)] = digest.digest()
+    return found
+
+
+def _canonical(value: Any) -> Iterator[bytes]:
+    """Yield bytes that are equal on two ranks exactly when the plain values are equal."""
+    yield type(value).__name__.encode()
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield repr((value.dtype, tuple(value.shape))).encode()
+        yield flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield repr((value.dtype, value.shape)).encode()
+        yield value.tobytes()
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _canonical(part)
+    elif isinstance(value, dict):
+        for path, digest in sorted(digests_of_common(value).items()):
+            yield path.encode() + digest
+    elif isinstance(value, (set, frozenset)):
+        yield repr(sorted(map(repr, value))).encode()
+    else:
+        yield repr(value).encode()
 
 
 class ShardedLeaves:
@@ -48,6 +93,16 @@ class ShardedLeaves:
                 self._collect(self._expanded[id(leaf)])
             elif isinstance(leaf, (tuple, set)) and any(is_sharded(part) for part in leaf):
                 raise ValueError(f"{dotted(path)} is a {type(leaf).__name__} with sharded leaves; use a list or a dict")
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys on disk of everything declared here."""
+        return {leaf.key for leaf in self.tensors} | {leaf.unique_key for leaf in self.objects}
+
+    @property
+    def main_objects(self) -> list[ShardedObject]:
+        """The objects whose copy here is the one that counts."""
+        return [leaf for leaf in self.objects if is_main_replica(leaf.replica_id)]
 
     def assemble(self, common: dict, objects: dict[str, Any]) -> dict:
         """Return ``common`` with the loaded tensors, ``objects`` (by unique key) and local values in their places."""

@@ -7,52 +7,110 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 import numpy as np
 
 from megalite.dist_checkpointing.mapping import Shape, ShardedTensor, parse_unique_key
-from megalite.dist_checkpointing.strategies.base import CheckpointIndex, GlobalSavePlan
-from megalite.utils.errors import CheckpointError, SaveError
+from megalite.dist_checkpointing.strategies.base import Blocks, CheckpointIndex, GlobalSavePlan
+from megalite.utils.errors import CheckpointError, MegaliteError, SaveError
 
 _SHOWN_NAMES = 20
 
 
-def check_exactly_once(plan: GlobalSavePlan) -> None:
-    """Raise SaveError when an element of a global tensor or a cell of an object grid is written not once."""
-    pair = find_overlap(plan.key_of_chunk, plan.offsets, plan.sizes)
-    if pair is not None:
-        first, second = (_shown_chunk(plan, chunk) for chunk in pair)
-        raise SaveError(
-            f"{plan.keys[plan.key_of_chunk[pair[0]]]}: the blocks {first} and {second} overlap; only one rank may "
-            "write an element, set replica_id of the other copies"
+class StrictHandling(Enum):
+    """What a load does about keys that only the file or only the request has; Megatron's names.
+
+    *Unexpected* keys are requested and not stored; *missing* ones are stored and requested by no rank.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Unexpected keys are an error; nothing is asked of other ranks."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """Unexpected keys are one WARNING, and keep their local value."""
+    LOG_ALL = "log_all"
+    """So are missing keys."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """Unexpected keys are an error."""
+    RAISE_ALL = "raise_all"
+    """Both are an error: the default."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """Unexpected keys are returned, and keep their local value."""
+    RETURN_ALL = "return_all"
+    """Both are returned."""
+    IGNORE_ALL = "ignore_all"
+    """Nothing is said about either."""
+
+    @property
+    def asks_for_missing(self) -> bool:
+        """Whether it matters which stored keys no rank requests."""
+        return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
+
+    @property
+    def returns_keys(self) -> bool:
+        return self in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+    @property
+    def raises(self) -> bool:
+        return self in (
+            StrictHandling.RAISE_ALL,
+            StrictHandling.RAISE_UNEXPECTED,
+            StrictHandling.ASSUME_OK_UNEXPECTED,
         )
-    written = np.zeros(len(plan.keys), dtype=np.int64)
-    np.add.at(written, plan.key_of_chunk, plan.sizes.prod(axis=1, dtype=np.int64))
-    for key, (name, shape, count) in enumerate(zip(plan.keys, plan.shapes, written.tolist(), strict=True)):
+
+    @property
+    def logs(self) -> bool:
+        return self in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED)
+
+
+def check_exactly_once(blocks: Blocks, owner: Callable[[int], str], verb: str, error: type[MegaliteError]) -> None:
+    """Raise ``error`` when an element of a global tensor is in two blocks or in none.
+
+    ``owner`` names who has a block, ``verb`` says what is done with it ("written"), for the message.
+    """
+    pair = find_overlap(blocks.key_of, blocks.offsets, blocks.sizes)
+    if pair is not None:
+        (place, size), (other_place, other_size) = (blocks.rectangle(block) for block in pair)
+        raise error(
+            f"{blocks.keys[blocks.key_of[pair[0]]]}: the blocks {size} at {place} of {owner(pair[0])} and {other_size} "
+            f"at {other_place} of {owner(pair[1])} overlap; every element must be {verb} by one rank, so set "
+            "replica_id of the other copies"
+        )
+    covered = np.zeros(len(blocks.keys), dtype=np.int64)
+    np.add.at(covered, blocks.key_of, blocks.sizes.prod(axis=1, dtype=np.int64))
+    for key, (name, shape, count) in enumerate(zip(blocks.keys, blocks.shapes, covered.tolist(), strict=True)):
         if count != math.prod(shape):
-            chunks = plan.key_of_chunk == key
-            offset, sizes = find_hole(shape, plan.offsets[chunks], plan.sizes[chunks])
-            raise SaveError(
-                f"{name}: {count} of {math.prod(shape)} elements of global shape {shape} are written, block {sizes} at "
+            own = blocks.key_of == key
+            offset, sizes = find_hole(shape, blocks.offsets[own], blocks.sizes[own])
+            raise error(
+                f"{name}: {count} of {math.prod(shape)} elements of global shape {shape} are {verb}, block {sizes} at "
                 f"{offset} by nobody; every block needs one copy with replica_id 0"
             )
-    _check_objects(plan)
 
 
-def _shown_chunk(plan: GlobalSavePlan, chunk: int) -> str:
-    axes = len(plan.shapes[plan.key_of_chunk[chunk]])
-    offset, sizes = tuple(plan.offsets[chunk][:axes].tolist()), tuple(plan.sizes[chunk][:axes].tolist())
-    return f"{sizes} at {offset} of {plan.files[plan.file_of_chunk[chunk]]}"
+def check_declared(plan: GlobalSavePlan) -> None:
+    """Raise SaveError when ranks hold a tensor or object that none of them writes."""
+    written = set(plan.blocks.keys).union(*(local.objects for local in plan.local))
+    lost = sorted(set().union(*(local.only_declared for local in plan.local)) - written)
+    if lost:
+        raise SaveError(
+            f"no rank writes {shown_names(lost)}: every copy has a replica_id other than 0; one copy of every block "
+            "needs replica_id 0"
+        )
 
 
-def _check_objects(plan: GlobalSavePlan) -> None:
+def check_objects(plan: GlobalSavePlan) -> None:
+    """Raise SaveError when a cell of an object grid is written not exactly once."""
     cells: dict[tuple[str, Shape], dict[Shape, str]] = defaultdict(dict)
-    for unique_key, file, _, _ in plan.objects:
-        key, offset, shape = parse_unique_key(unique_key)
-        other = cells[key, shape].setdefault(offset, file)
-        if other is not file:
-            raise SaveError(f"object {unique_key} is in both {other} and {file}; set replica_id of the other copies")
+    for local in plan.local:
+        for unique_key in local.objects:
+            key, offset, shape = parse_unique_key(unique_key)
+            other = cells[key, shape].setdefault(offset, local.files[0])
+            if other is not local.files[0]:
+                raise SaveError(
+                    f"object {unique_key} is in both {other} and {local.files[0]}; set replica_id of the other copies"
+                )
     for (key, shape), found in cells.items():
         if len(found) != math.prod(shape):
             raise SaveError(

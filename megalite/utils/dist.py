@@ -7,7 +7,7 @@ one has no handle and its collectives do nothing, so that no caller asks "is tor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,6 +54,14 @@ class Group:
             dist.broadcast(tensor, src=self.ranks[source], group=self.handle)
         return tensor
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's ``tensor``, all of one shape, in group order. Collective over the group."""
+        if self.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self.handle)
+        return gathered
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable ``value`` of every rank, in group order. Collective over the group."""
         if self.size == 1:
@@ -69,6 +77,15 @@ class Group:
         values: list[Any] | None = [None] * self.size if self.rank == target else None
         dist.gather_object(value, values, dst=self.ranks[target], group=self.handle)
         return values
+
+    def scatter_object(self, values: Sequence[Any] | None, source: int = 0) -> Any:
+        """Return this rank's entry of the list ``values`` of the group's rank ``source``. Collective over the group."""
+        if self.size == 1:
+            return values[0]
+        received: list[Any] = [None]
+        given = list(values) if self.rank == source else None
+        dist.scatter_object_list(received, given, src=self.ranks[source], group=self.handle)
+        return received[0]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return the picklable ``value`` of the group's rank ``source``. Collective over the group."""
@@ -128,11 +145,12 @@ def failing_together(group: Group, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as caught:
-        # torch's CheckpointException derives from BaseException: "except Exception" would miss every DCP failure. It is
-        # told by name, because importing its module costs a second that most processes never need.
-        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
+        if not is_failure(caught):
             raise
         error = caught
+    # Success costs one number; texts are exchanged only where there are some.
+    if not agree_any(error is not None, group):
+        return
     status = getattr(error, "exit_status", 1)
     reports = group.all_gather_object(None if error is None else (f"{type(error).__name__}: {error}", status))
     if error is not None:
@@ -142,8 +160,17 @@ def failing_together(group: Group, what: str) -> Iterator[None]:
             raise PeerError(f"{what} failed on rank {group.ranks[position]}: {report[0]}", report[1])
 
 
+def is_failure(caught: BaseException) -> bool:
+    """Return whether what was caught is an error, not a request to leave such as KeyboardInterrupt."""
+    # torch's CheckpointException derives from BaseException: "except Exception" would miss every DCP failure. It is
+    # told by name, because importing its module costs a second that most processes never need.
+    return isinstance(caught, Exception) or type(caught).__name__ == "CheckpointException"
+
+
 def raise_on_all(error: MegaliteError | None, group: Group) -> None:
     """Raise the first rank's ``error`` on every rank, as the same class and text. Collective over the group."""
+    if not agree_any(error is not None, group):
+        return
     reports = group.all_gather_object(None if error is None else (type(error), str(error)))
     for report in reports:
         if report is not None:

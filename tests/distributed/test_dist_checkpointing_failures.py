@@ -96,7 +96,7 @@ def _unreadable(state, group):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_overlap, r"w: the blocks (3,) at (0,) of __0_0.distcp and (3,) at (2,) of __1_0.distcp overlap"),
+        (_overlap, r"w: the blocks (3,) at (0,) of rank 0 and (3,) at (2,) of rank 1 overlap"),
         (_hole, "w: 4 of 6 elements of global shape (6,) are written"),
         (_other_shape, "w is declared as torch.float32 of global shape (6,)"),
         (_double_object, "object o/shard_0_3 is in both"),

@@ -93,41 +93,84 @@ class SynchronousStaging:
 
 
 @dataclass(frozen=True)
-class SavePlan:
-    """What one rank writes into its file, as arrays: objects first, then tensor chunks, without gaps.
+class Blocks:
+    """Rectangles of global tensors as arrays: small to send, and checked by sorting.
 
-    ``offsets`` and ``sizes`` have one row per chunk; rows of tensors with fewer axes are filled with offset 0, size 1.
+    ``offsets`` and ``sizes`` have one row per block; rows of tensors with fewer axes end in offset 0, size 1.
     """
 
-    file: str
     keys: tuple[str, ...]
     shapes: tuple[Shape, ...]
+    """Global shape of each key, and its type below."""
     dtypes: tuple[torch.dtype, ...]
-    key_of_chunk: np.ndarray
+    key_of: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.key_of)
+
+    def rectangle(self, block: int) -> tuple[Shape, Shape]:
+        """Return (offset, sizes) of one block."""
+        axes = len(self.shapes[self.key_of[block]])
+        return tuple(self.offsets[block, :axes].tolist()), tuple(self.sizes[block, :axes].tolist())
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes: tensor blocks and, after them, objects; the items of a file lie without gaps."""
+
+    blocks: Blocks
     objects: tuple[str, ...]
+    """Unique keys; all of them end the first file, so that no place of a tensor depends on their lengths."""
+    files: tuple[str, ...]
+    file_of: np.ndarray
+    """File of each block."""
     starts: np.ndarray
-    """First byte of each item, objects then chunks."""
+    """First byte of each block in its file, and its bytes below."""
     lengths: np.ndarray
+    only_declared: tuple[str, ...] = ()
+    """Keys of tensors and objects that this rank holds and leaves to others."""
+
+    def object_places(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (first byte, length) of each object in the first file."""
+        first = self.file_of == 0
+        end = int((self.starts[first] + self.lengths[first]).max()) if first.any() else 0
+        starts = np.cumsum([end, *lengths]).tolist()
+        return list(zip(starts[:-1], lengths, strict=True))
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """Where an object that is being saved lies."""
+
+    unique_key: str
+    file: str
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
 class GlobalSavePlan:
-    """The plans of all ranks as one: the same arrays, and which file each chunk is in."""
+    """The plans of all ranks as one."""
 
-    keys: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    dtypes: tuple[torch.dtype, ...]
-    key_of_chunk: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
+    blocks: Blocks
     files: tuple[str, ...]
-    file_of_chunk: np.ndarray
+    file_of: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    objects: tuple[tuple[str, str, int, int], ...]
-    """(unique key, file, first byte, length)"""
+    rank_of: np.ndarray
+    """Rank that writes each block."""
+    local: tuple[SavePlan, ...]
+    """The plans it was made from, in the order of ranks."""
+
+    def place_objects(self, lengths: Sequence[Sequence[int]]) -> list[StoredObject]:
+        """Return where the objects lie, whose lengths change from save to save; one list per rank."""
+        return [
+            StoredObject(key, plan.files[0], start, length)
+            for plan, own in zip(self.local, lengths, strict=True)
+            for key, (start, length) in zip(plan.objects, plan.object_places(own), strict=True)
+        ]
 
 
 @dataclass(frozen=True)

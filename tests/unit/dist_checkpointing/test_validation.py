@@ -11,17 +11,27 @@ from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.dist_checkpointing.optimizer import flat_range_to_blocks, sharded_tensors_of_range
 from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
-from megalite.dist_checkpointing.strategies.torch_dist import merge_plans, plan_local_save
-from megalite.dist_checkpointing.validation import check_exactly_once, find_hole, find_overlap, shown_names
+from megalite.dist_checkpointing.strategies.planning import frame_objects, merge_plans, plan_local_save
+from megalite.dist_checkpointing.validation import (
+    check_exactly_once,
+    check_objects,
+    find_hole,
+    find_overlap,
+    shown_names,
+)
 from megalite.utils.errors import SaveError
 
 
 def _check(*ranks):
-    plans = [
-        plan_local_save(ShardedLeaves({"leaves": list(leaves)}), rank, TorchSaveFraming()).plan
-        for rank, leaves in enumerate(ranks)
-    ]
-    check_exactly_once(merge_plans(plans))
+    plans = []
+    for rank, leaves in enumerate(ranks):
+        collected = ShardedLeaves({"leaves": list(leaves)})
+        mains = [leaf for leaf in collected.tensors if leaf.is_main_replica]
+        objects = frame_objects(collected, TorchSaveFraming())
+        plans.append(plan_local_save(mains, list(objects), rank, TorchSaveFraming()))
+    plan = merge_plans(plans, range(len(plans)))
+    check_exactly_once(plan.blocks, lambda block: f"rank {plan.rank_of[block]}", "written", SaveError)
+    check_objects(plan)
 
 
 def _row(position, of=4, key="w", **options):
@@ -43,9 +53,7 @@ def test_hole_is_named_with_its_coordinates():
 
 
 def test_overlap_is_named_with_both_blocks_and_files():
-    with pytest.raises(
-        SaveError, match=r"w: the blocks \(2, 3\) at \(2, 0\) of __0_0.distcp and .* __1_0.distcp overlap"
-    ):
+    with pytest.raises(SaveError, match=r"w: the blocks \(2, 3\) at \(2, 0\) of rank 0 and .* of rank 1 overlap"):
         _check([_row(0), _row(1), _row(2)], [_row(1)])
     with pytest.raises(SaveError, match="s: the blocks .* overlap"):
         _check(*[[ShardedTensor.from_rank_offsets("s", torch.tensor(1.0))]] * 2)
@@ -69,7 +77,7 @@ def test_objects_written_twice_or_not_at_all_are_named():
     cell = ShardedObject("rng", 1, (2,), (0,))
     with pytest.raises(SaveError, match="rng/shard_0_2 is in both __0_0.distcp and __1_0.distcp"):
         _check([cell], [cell])
-    with pytest.raises(SaveError, match="declared twice on rank 0"):
+    with pytest.raises(SaveError, match="declared twice on one rank"):
         _check([cell, cell])
     with pytest.raises(SaveError, match=r"1 of the 2 cells of its grid \(2,\)"):
         _check([cell])
