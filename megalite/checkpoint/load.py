@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.changes import changed_data, changed_settings
+from megalite.checkpoint.options import load_options
 from megalite.checkpoint.paths import TRACKER, complete_iterations, iteration_folder, read_tracker
 from megalite.checkpoint.state import (
     OPTIMIZER_PREFIX,
@@ -24,7 +25,7 @@ from megalite.checkpoint.state import (
 from megalite.config.loader import config_to_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import is_complete
-from megalite.dist_checkpointing.serialization import load, load_common_state_dict
+from megalite.dist_checkpointing.serialization import StrictHandling, load, load_common_state_dict
 from megalite.utils.dist import Group, failing_together
 from megalite.utils.errors import CheckpointError, ConfigError
 
@@ -302,7 +303,14 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
 
     if decision.mode is not LoadMode.WEIGHTS:
         _name_changes(run, common)
-    loaded = load(request, decision.folder, group=run.parallel.world, ignore_keys=is_left_out)
+    loaded = load(
+        request,
+        decision.folder,
+        group=run.parallel.world,
+        strict=StrictHandling(settings.dist_ckpt_strictness),
+        ignore_keys=is_left_out,
+        options=load_options(settings, run.parallel),
+    )
     _apply_common(run, decision, plan, common)
     _apply_random_states(run, decision, plan, loaded)
     restored = ["weights"] + [

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.load import LoadDecision, resolve_load
+from megalite.checkpoint.options import save_options
 from megalite.checkpoint.paths import TRACKER, iteration_folder, read_tracker
 from megalite.checkpoint.save import state_to_save
 from megalite.checkpoint.state import TrainState, content_metadata
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import MARKER_FILE, is_complete
-from megalite.dist_checkpointing.serialization import save, write_marker
+from megalite.dist_checkpointing.integrity import require_integrity
+from megalite.dist_checkpointing.serialization import SaveCache, save, write_marker
 from megalite.utils.dist import Group, failing_together
 from megalite.utils.errors import ConfigError, PeerError, SaveError
 from megalite.utils.files import (
@@ -57,6 +59,8 @@ class CheckpointManager:
         self.hook = hook
         self.published: int | None = None
         """The step that the tracker of ``save`` is known to name."""
+        self._cache = SaveCache()
+        require_integrity(config.verify_integrity)
 
     @property
     def can_save(self) -> bool:
@@ -98,6 +102,8 @@ class CheckpointManager:
                 folder,
                 group=self.world,
                 content_metadata=content_metadata(not self.config.no_save_optim),
+                options=save_options(self.config, state.parallel),
+                cache=self._cache,
                 hook=self.hook,
             )
             self._publish(folder, iteration, readable)

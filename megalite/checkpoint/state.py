@@ -157,7 +157,6 @@ def _megatron_arguments(state: TrainState) -> dict[str, Any]:
         "params_dtype": str(state.chunks[0].buffers[0].values.dtype).removeprefix("torch."),
         "async_save": False,
         "async_strategy": "mcore",
-        "ckpt_fully_parallel_save": False,
     }
 
 

@@ -62,7 +62,8 @@ def _section_text(section: str) -> str:
 def _field_text(section: str, key: str) -> str:
     cls = section_classes()[section]
     (field,) = (field for field in dataclasses.fields(cls) if field.name == key)
-    head = f"  {section}.{key}: {_type_text(field_types(section)[key])} ({_default_text(field)})"
+    head = f"{section}.{key}: {_type_text(field_types(section)[key])} ({_default_text(field)})"
+    head = textwrap.fill(head, _WIDTH + 10, initial_indent="  ", subsequent_indent="      ")
     return "\n".join([head, *_indented(field_docs(cls)[key], 6), ""])
 
 

@@ -76,7 +76,7 @@ def require_torch_dist(folder: Path) -> None:
     found = read_marker(folder)
     if found != TORCH_DIST:
         raise CheckpointError(
-            f"{folder} has layout {found.sharded_backend} version {found.sharded_backend_version} with "
+            f"{folder / MARKER_FILE} names layout {found.sharded_backend} version {found.sharded_backend_version} with "
             f"{found.common_backend} version {found.common_backend_version}, this reader knows torch_dist 1 with "
             "torch 1; convert it first"
         )

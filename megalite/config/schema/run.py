@@ -53,12 +53,48 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = True
     """Stop if ``load`` or ``pretrained_checkpoint`` is given and has no checkpoint; off, start from random weights."""
 
+    ckpt_fully_parallel_save: bool = True
+    """Spread what several data-parallel ranks hold over them, so that each writes an equal share."""
+
+    ckpt_fully_parallel_save_process_group: Literal["dp", "ep_dp"] = "dp"
+    """Ranks over which a save is spread; they are the same without expert parallelism."""
+
+    ckpt_fully_parallel_load: bool = False
+    """Read once what several data-parallel ranks need, and exchange it; for disks slower than the network."""
+
+    ckpt_fully_parallel_load_process_group: Literal["dp", "ep_dp"] = "dp"
+    """Ranks that share the reading; they are the same without expert parallelism."""
+
+    ckpt_fully_parallel_load_exchange_algo: Literal["broadcast", "gather_rounds", "gather_object"] = "broadcast"
+    """How the ranks exchange what they read. The bits do not depend on it."""
+
+    ckpt_load_validate_sharding_integrity: bool = True
+    """Check that the ranks together load every element of each tensor exactly once."""
+
+    ckpt_assume_constant_structure: bool = False
+    """Plan the first save only, without looking at later ones whether the set of tensors is still the same."""
+
+    dist_ckpt_workers: int = 1
+    """Files that a rank writes at the same time, each in its own thread."""
+
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"
+    ] = "raise_all"
+    """What happens about keys that only the run (unexpected) or only the checkpoint (missing) has."""
+
+    verify_integrity: Literal["off", "xxh3", "sha256"] = "off"
+    """Hashes that a save stores and a load compares: ``xxh3`` of each MiB, ``sha256`` of each file as Megatron does."""
+
+    ckpt_load_require_integrity: bool = True
+    """Refuse a checkpoint without the hashes of ``verify_integrity``; off, one WARNING."""
+
     log_state_hash: bool = False
     """Log a fingerprint of weights and moments at each save and load. It does not depend on the topology."""
 
     def __post_init__(self) -> None:
         require_at_least("checkpoint.save_interval", self.save_interval, 1)
         require_at_least("checkpoint.ckpt_step", self.ckpt_step, 1)
+        require_at_least("checkpoint.dist_ckpt_workers", self.dist_ckpt_workers, 1)
         require(
             self.save_interval is None or self.save is not None,
             f"checkpoint.save_interval is {self.save_interval}, but checkpoint.save is not set, so nothing would be "

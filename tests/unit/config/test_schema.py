@@ -14,6 +14,19 @@ from tests.unit.config.samples import MINIMAL, config_with
 
 ACCEPTED = [
     ["parallel.sequence_parallel=on"],
+    [
+        "checkpoint.ckpt_fully_parallel_save=off",
+        "checkpoint.ckpt_fully_parallel_save_process_group=ep_dp",
+        "checkpoint.ckpt_fully_parallel_load=on",
+        "checkpoint.ckpt_fully_parallel_load_process_group=ep_dp",
+        "checkpoint.ckpt_fully_parallel_load_exchange_algo=gather_rounds",
+        "checkpoint.ckpt_load_validate_sharding_integrity=off",
+        "checkpoint.ckpt_assume_constant_structure=on",
+        "checkpoint.dist_ckpt_workers=2",
+        "checkpoint.dist_ckpt_strictness=log_all",
+        "checkpoint.verify_integrity=sha256",
+        "checkpoint.ckpt_load_require_integrity=off",
+    ],
     ["parallel.num_virtual_stages_per_pipeline_rank=2"],
     ["parallel.num_virtual_stages_per_pipeline_rank=2", "parallel.pipeline_model_parallel_size=2"],
     ["parallel.num_layers_per_virtual_pipeline_stage=1", "parallel.pipeline_model_parallel_size=2"],
