@@ -194,6 +194,7 @@ def _losses(config: Config) -> list[float]:
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_plain_dcp_reads_the_files(saved: Saved, source: Layout) -> None:
+    """RSH-22: optimizer state saved at any DP is plain tensors to the base library."""
     folder, state = saved[source]
     step = iteration_folder(folder, SAVED_AT)
     metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
