@@ -28,13 +28,13 @@ Changes = dict[str, dict[str, Any]]
 BATCH: Changes = {"training": {"micro_batch_size": 1, "global_batch_size": 12}}
 
 
-def _train(topology: Topology, folder: Path, *changes: Changes, steps: int = 2):
+def _train(topology: Topology, folder: Path, *changes: Changes, steps: int = 2) -> RunResult:
     """Train and save in ``folder``; return what the run gave."""
     saving = {"checkpoint": {"save": str(folder), "save_interval": steps}}
     return run(topology, make_config(BATCH, *changes, saving, topology=topology), steps)
 
 
-def _resume(topology: Topology, folder: Path, *changes: Changes, steps: int = 0):
+def _resume(topology: Topology, folder: Path, *changes: Changes, steps: int = 0) -> RunResult:
     """Start from ``folder`` at another topology; return what that run gave."""
     loading = {"checkpoint": {"load": str(folder)}}
     return run(topology, make_config(BATCH, *changes, loading, topology=topology), steps)
