@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import queue
+import random
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +72,7 @@ def megatron_core(topology: Topology) -> Iterator[None]:
     torch.cuda.synchronize = lambda *args: None
     # Random states per device: there is the CPU's.
     torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
     # Its fused functions would be compiled, which takes longer than all that is tested with them.
     torch._dynamo.config.disable = True
     with _CudaIsCpu():
@@ -352,8 +356,11 @@ def _all_random_states(folder: Path) -> dict[str, Any]:
     return {key: ShardedObject.empty_from_unique_key(key) for key in cells[dist.get_rank() :: dist.get_world_size()]}
 
 
-def save(run: MegatronRun, root: Path, iteration: int, **common: Any) -> Path:
-    """Write ``run`` as Megatron's trainer does, fully parallel, and return the iteration's folder. Collective."""
+def save(run: MegatronRun, root: Path, iteration: int, *, is_transformer_engine: bool = False) -> None:
+    """Write ``run`` into a folder below ``root`` as Megatron's trainer does, fully parallel. Collective.
+
+    With ``is_transformer_engine`` the objects are there that Megatron adds with Transformer Engine, and rerun states.
+    """
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -362,15 +369,54 @@ def save(run: MegatronRun, root: Path, iteration: int, **common: Any) -> Path:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    state = _common_state(run, iteration) | common
-    state |= _sharded_state(run, METADATA, is_loading=False)
+    state = _common_state(run, iteration) | _sharded_state(run, METADATA, is_loading=False)
+    state["rng_state"] = random_states(run.config.training.seed)
+    if is_transformer_engine:
+        _add_objects_of_transformer_engine(state)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
     dist_checkpointing.save(state, str(folder), strategy, content_metadata=dict(METADATA))
     if dist.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     dist.barrier()
-    return folder
+
+
+def random_states(seed: int) -> Any:
+    """Return this rank's cell of the grid of random states, as megatron-core's tracker has them after seeding."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    own = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject(
+        "rng_state",
+        [own],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _add_objects_of_transformer_engine(state: dict[str, Any]) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    for leaf in state["model"].values():
+        if isinstance(leaf, ShardedObject) and leaf.key.endswith("._extra_state"):
+            leaf.data = io.BytesIO(b"scales")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    final = ShardedObject("decoder.final_layernorm._extra_state", torch.zeros(4), (1,), (0,), replica_id=rank)
+    state["model"][final.key] = final
+    rerun = {"mode": "disabled", "sharded": {}}
+    state["rerun_state_machine_state"] = ShardedObject("rerun_state_machine_state", rerun, (size,), (rank,))
 
 
 def _common_state(run: MegatronRun, iteration: int) -> dict[str, Any]:
@@ -408,7 +454,8 @@ def _common_state(run: MegatronRun, iteration: int) -> dict[str, Any]:
         skipped_train_samples=0,
         iteration=iteration,
         no_save_optim=None,
-        no_save_rng=True,
+        no_save_rng=None,
+        data_parallel_random_init=False,
     )
     scheduler = {
         "max_lr": optimizer.lr,

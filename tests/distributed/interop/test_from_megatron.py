@@ -45,6 +45,20 @@ def _update_and_save(config: Config, topology: Topology, root: Path) -> LocalSta
         return megatron.local_state(run)
 
 
+def _save_more(config: Config, topology: Topology, root: Path) -> dict[str, torch.Tensor]:
+    """Save what a run with Transformer Engine saves, and return this rank's named random states."""
+    with megatron.megatron_core(topology):
+        run = megatron.build(config)
+        megatron.update(run, STEPS)
+        megatron.save(run, root, STEPS, is_transformer_engine=True)
+        return megatron.random_states(config.training.seed).data[0]["rng_tracker_states"]
+
+
+def _random_states_and_losses(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
+    with training_run(config) as ctx:
+        return ctx.state.tracker.get_states(), [output.loss for output in run_steps(ctx, 2)]
+
+
 def _go_on(config: Config, steps: int) -> tuple[LocalState, dict[str, Any], list[float]]:
     """Return what a run has that starts from the checkpoint, and the losses with which it goes on."""
     with training_run(config) as ctx:
@@ -85,6 +99,19 @@ def test_run_goes_on_from_a_file_of_megatron_at_another_topology(tmp_path: Path,
     losses = [_check_run_goes_on(tmp_path, target, changes, expected) for target in TARGETS]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=2e-3)
+
+
+def test_random_states_of_megatron_are_restored_and_what_only_it_uses_is_passed_over(tmp_path: Path) -> None:
+    source = (2, 1, 1)
+    saved = run_on_ranks(2, _save_more, make_config(topology=source), source, tmp_path, timeout=120.0)
+    assert not torch.equal(saved[0]["model-parallel-rng"], saved[1]["model-parallel-rng"])
+    target = (2, 1, 2)
+    config = make_config({"checkpoint": {"load": str(tmp_path)}}, topology=target)
+    ranks = run_on_ranks(prod(target), _random_states_and_losses, config)
+    for rank, (states, losses) in enumerate(ranks):
+        assert states.keys() == saved[rank % 2].keys()
+        assert all(torch.equal(states[name], saved[rank % 2][name]) for name in states)
+        assert losses == ranks[0][1]
 
 
 @pytest.mark.slow
