@@ -71,7 +71,7 @@ def megatron_core(topology: Topology) -> Iterator[None]:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args: None
     # Random states per device: there is the CPU's.
-    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
     # Its fused functions would be compiled, which takes longer than all that is tested with them.
     torch._dynamo.config.disable = True
@@ -271,6 +271,18 @@ def update(run: MegatronRun, steps: int) -> None:
             _fill(parameter.main_grad, f"gradient {step} {name} {tp_rank if cut[0] is not None else 0}", 0.01)
         is_successful, _, _ = run.optimizer.step()
         assert is_successful
+
+
+def losses(run: MegatronRun, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return megatron-core's loss of each label, on one rank."""
+    from megatron.core import tensor_parallel
+
+    # Its attention asks for the named random states, though nothing is dropped.
+    tensor_parallel.model_parallel_cuda_manual_seed(run.config.training.seed)
+    length = tokens.shape[1]
+    is_hidden = torch.ones(1, 1, length, length).triu(1).bool()
+    with torch.no_grad():
+        return run.gpt.eval()(tokens, positions, is_hidden, labels=labels)
 
 
 def local_state(run: MegatronRun) -> LocalState:
