@@ -76,7 +76,8 @@ def _load_each(topologies: list[Topology], changes: tuple[dict[str, Any], ...], 
                     common={name: loaded[name] for name in ("args", "iteration", "checkpoint_version")},
                     groups=groups,
                     lr=scheduler.get_lr(adam.param_groups[0]),
-                    num_random_states=len(loaded["rng_state"]),
+                    # A rank that asks for no cell has no such part.
+                    num_random_states=len(loaded.get("rng_state", {})),
                 )
             )
     return results
