@@ -13,11 +13,12 @@ from megalite.checkpoint.changes import changed_data, changed_settings
 from megalite.checkpoint.options import load_options
 from megalite.checkpoint.paths import TRACKER, complete_iterations, iteration_folder, read_tracker
 from megalite.checkpoint.state import (
-    OPTIMIZER_PREFIX,
+    OPTIMIZER_KEYS,
     RNG_KEY,
     TrainProgress,
     TrainState,
     derive_random_states,
+    is_used_by_megatron_alone,
     model_state,
     random_states_request,
     restore_random_states,
@@ -297,8 +298,10 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
         request[RNG_KEY] = random_states_request(run.parallel)
 
     def is_left_out(key: str) -> bool:
-        return (key.startswith(OPTIMIZER_PREFIX) and not plan.optimizer) or (
-            key.startswith(f"{RNG_KEY}/") and not plan.random_states
+        return (
+            (key.startswith(OPTIMIZER_KEYS) and not plan.optimizer)
+            or (key.startswith(f"{RNG_KEY}/") and not plan.random_states)
+            or is_used_by_megatron_alone(key)
         )
 
     if decision.mode is not LoadMode.WEIGHTS:

@@ -28,6 +28,8 @@ from megalite.parallel.state import ParallelState
 
 CHECKPOINT_VERSION = 3.0
 OPTIMIZER_PREFIX = "optimizer.state."
+OPTIMIZER_KEYS = ("optimizer.", "chained_")
+"""How keys of an optimizer start, in whatever way Megatron stored it."""
 RNG_KEY = "rng_state"
 
 
@@ -89,6 +91,11 @@ def true_rows(state: TrainState) -> dict[str, int]:
     """Return the number of rows that are no padding, for each global tensor that has some."""
     prefixes = ("", *(f"{OPTIMIZER_PREFIX}{word}." for word in STATE_KINDS))
     return {prefix + table: state.vocab_size for prefix in prefixes for table in VOCABULARY_TABLES}
+
+
+def is_used_by_megatron_alone(key: str) -> bool:
+    """Return whether a stored object has no counterpart here: scales of fp8 layers, the state of a rerun."""
+    return "._extra_state/" in key or key.startswith("rerun_state_machine_state/")
 
 
 def content_metadata(has_optimizer: bool) -> dict[str, Any]:

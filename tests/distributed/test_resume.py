@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megalite.checkpoint.paths import iteration_folder
 from megalite.config.schema import Config
@@ -24,7 +23,9 @@ from tests.helpers.runs import (
     global_state,
     local_state,
     make_config,
+    read_with_dcp,
     run_steps,
+    stored_tensor,
     unequal,
 )
 
@@ -196,25 +197,6 @@ def _losses(config: Config) -> list[float]:
 def test_plain_dcp_reads_the_files(saved: Saved, source: Layout) -> None:
     """RSH-22: optimizer state saved at any DP is plain tensors to the base library."""
     folder, state = saved[source]
-    step = iteration_folder(folder, SAVED_AT)
-    metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in metadata.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(step), no_dist=True)
+    tensors = read_with_dcp(iteration_folder(folder, SAVED_AT))
     for name, expected in state.items():
-        word, _, base = name.partition(".")
-        prefix, base = (f"optimizer.state.{word}.", base) if word in ("param", "exp_avg", "exp_avg_sq") else ("", name)
-        assert torch.equal(_from_stacked(tensors, prefix, base)[: len(expected)], expected), name
-
-
-def _from_stacked(tensors: dict[str, torch.Tensor], prefix: str, name: str) -> torch.Tensor:
-    """Return a parameter from the tensors that stack all layers."""
-    if not name.startswith("decoder.layers."):
-        return tensors[prefix + name]
-    _, _, layer, rest = name.split(".", 3)
-    rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-    return tensors[f"{prefix}decoder.layers.{rest}"][int(layer)]
+        assert torch.equal(stored_tensor(tensors, name)[: len(expected)], expected), name

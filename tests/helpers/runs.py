@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megalite.config.loader import config_from_dict
 from megalite.config.schema import Config
@@ -153,6 +155,29 @@ def _join(local: dict[tuple[str, int], torch.Tensor], name: str, cut: Cut, tp_si
         return parts[0]
     matrices = [part.chunk(blocks, dim=axis) for part in parts]
     return torch.cat([torch.cat([part[block] for part in matrices], dim=axis) for block in range(blocks)], dim=axis)
+
+
+def read_with_dcp(step: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a step, as PyTorch's own reader reads them."""
+    reader = dcp.FileSystemReader(step)
+    entries = {
+        key: entry for key, entry in reader.read_metadata().state_dict_metadata.items() if hasattr(entry, "size")
+    }
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def stored_tensor(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return from the tensors of a step, which stack all layers, the one that ``global_state`` calls ``name``."""
+    word, _, base = name.partition(".")
+    prefix, base = (f"optimizer.state.{word}.", base) if word in ("param", "exp_avg", "exp_avg_sq") else ("", name)
+    if not base.startswith("decoder.layers."):
+        return tensors[prefix + base]
+    _, _, layer, rest = base.split(".", 3)
+    rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    return tensors[f"{prefix}decoder.layers.{rest}"][int(layer)]
 
 
 @dataclass

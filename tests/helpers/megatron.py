@@ -1,0 +1,490 @@
+"""megatron-core 0.16.1 on gloo ranks of the CPU: its own model and optimizer, written and read by its own functions.
+
+megatron-core expects CUDA, and Transformer Engine or Apex. ``megatron_core`` makes the few places that ask for them
+content; what is compared in tests (modules, optimizer, sharded state dicts, planning, files) is all megatron-core's.
+Ranks come from ``run_on_ranks``, so what is replaced here ends with the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import queue
+import random
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from megalite.config.derive import Derived, derive
+from megalite.config.schema import Config
+from tests.helpers.runs import Cut, LocalState, Topology
+
+needs_megatron = [
+    pytest.mark.interop,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core, the interop extra"),
+]
+
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""What Megatron's trainer gives to the sharded state dicts, with --dist-ckpt-optim-fully-reshardable."""
+
+
+# Shims
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Let every request for a CUDA device give a CPU tensor."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        # The optimizer knows which parameters need an fp32 master by names such as "torch.cuda.BFloat16Tensor".
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def megatron_core(topology: Topology) -> Iterator[None]:
+    """Set up megatron-core's process groups for ``topology``. Collective over all ranks."""
+    warnings.filterwarnings("ignore", module="megatron")
+    # Used as a device in factories, and for synchronisation of streams that are not there.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *args: None
+    # Random states per device: there is the CPU's.
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
+    # Its fused functions would be compiled, which takes longer than all that is tested with them.
+    torch._dynamo.config.disable = True
+    with _CudaIsCpu():
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        # Its writer takes the results of a save from a queue of a manager process, started by spawning this program.
+        # A synchronous save fills the queue in the same process.
+        results: queue.Queue = queue.Queue()
+        filesystem_async._get_write_results_queue = lambda: results
+        _carry_step(DistributedOptimizer)
+        tp, pp, _ = topology
+        parallel_state.initialize_model_parallel(tp, pp)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _carry_step(optimizer_class: type) -> None:
+    """Let the reader of ``fully_reshardable`` work with PyTorch's Adam.
+
+    It looks up every entry of Adam's state in the file. PyTorch keeps ``step`` there too (Transformer Engine and Apex
+    do not), but ``step`` is in the parameter groups of the file and has been restored from them by then.
+    """
+    if getattr(optimizer_class, "carries_step", False):
+        return
+    set_tensors = optimizer_class._set_main_param_and_optimizer_states
+    get_tensors = optimizer_class._get_main_param_and_optimizer_states
+
+    def set_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        set_tensors(self, model_param, {"step": get_tensors(self, model_param)["step"], **tensors})
+
+    optimizer_class._set_main_param_and_optimizer_states = set_with_step
+    optimizer_class.carries_step = True
+
+
+# Model and optimizer
+
+
+@dataclass
+class MegatronRun:
+    """megatron-core's objects for the model of a megalite configuration."""
+
+    config: Config
+    derived: Derived
+    vocab_size: int
+    model: Any
+    """Its GPTModel in its DistributedDataParallel."""
+    optimizer: Any
+    """Its chain of one DistributedOptimizer."""
+
+    @property
+    def gpt(self) -> Any:
+        return self.model.module
+
+    @property
+    def distributed_optimizer(self) -> Any:
+        return self.optimizer.chained_optimizers[0]
+
+
+def build(config: Config, *, bucket_size: int | None = None) -> MegatronRun:
+    """Return megatron-core's model and DistributedOptimizer for ``config``, with the weights of ``_fill``.
+
+    With ``bucket_size`` the gradient buffer has several buckets, as with --overlap-grad-reduce. Collective.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    derived = derive(config, dist.get_world_size())
+    vocab_size = config.model.vocab_size
+    transformer = _transformer_config(config, derived)
+    gpt = _gpt_model(config, derived, transformer, vocab_size)
+    if config.precision.bf16:
+        # As its Float16Module does: the position table is built in fp32 whatever params_dtype says.
+        gpt.bfloat16()
+    for name, parameter, cut, tp_rank in _named_parameters(gpt, config):
+        _fill(parameter.data, f"{name} {tp_rank if cut[0] is not None else 0}", 0.05)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=bucket_size is not None,
+        bucket_size=bucket_size,
+    )
+    model = DistributedDataParallel(transformer, ddp, gpt)
+    settings = config.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            clip_grad=0.0,
+            bf16=config.precision.bf16,
+            params_dtype=transformer.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+    )
+    run = MegatronRun(config, derived, vocab_size, model, optimizer)
+    _start_adam(run)
+    return run
+
+
+def _transformer_config(config: Config, derived: Derived) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    model = config.model
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=derived.num_query_groups,
+        ffn_hidden_size=derived.ffn_hidden_size,
+        kv_channels=derived.kv_channels,
+        add_bias_linear=model.add_bias_linear,
+        gated_linear_unit=model.swiglu,
+        activation_func=F.silu if model.swiglu else F.gelu,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        bf16=config.precision.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _gpt_model(config: Config, derived: Derived, transformer: Any, vocab_size: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    model = config.model
+    return GPTModel(
+        transformer,
+        get_gpt_layer_local_spec(normalization=model.normalization),
+        vocab_size=derived.padded_vocab_size(vocab_size),
+        max_sequence_length=derived.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+    )
+
+
+def _named_parameters(gpt: Any, config: Config) -> Iterator[tuple[str, torch.nn.Parameter, Cut, int]]:
+    """Yield (name with the layer's global number, parameter, how it is cut over tp, rank in tp).
+
+    The last stage's copy of a tied embedding comes under the embedding's name.
+    """
+    from megatron.core import parallel_state
+
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    first = gpt.decoder.layers[0].layer_number - 1
+    for name, parameter in gpt.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            name = f"decoder.layers.{first + int(layer)}.{rest}"
+        if name == "output_layer.weight" and not config.model.untie_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
+        axis = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        is_gated = config.model.swiglu and ".linear_fc1." in name
+        yield name, parameter, (axis, 2 if is_gated else 1), tp_rank
+
+
+def _fill(tensor: torch.Tensor, name: str, scale: float) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
+
+
+def _start_adam(run: MegatronRun) -> None:
+    """Give PyTorch's Adam the state of step 0: the request for a load reads its step, which must be there."""
+    adam = run.distributed_optimizer.optimizer
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            adam.state[parameter] = {"step": torch.zeros(()), **moments}
+    # Masters are copied from the weights when the optimizer is built.
+    run.optimizer.reload_model_params()
+
+
+def update(run: MegatronRun, steps: int) -> None:
+    """Let megatron-core's optimizer do ``steps`` updates with gradients that follow from names. Collective."""
+    for step in range(steps):
+        for name, parameter, cut, tp_rank in _named_parameters(run.gpt, run.config):
+            _fill(parameter.main_grad, f"gradient {step} {name} {tp_rank if cut[0] is not None else 0}", 0.01)
+        is_successful, _, _ = run.optimizer.step()
+        assert is_successful
+
+
+def losses(run: MegatronRun, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return megatron-core's loss of each label, on one rank."""
+    from megatron.core import tensor_parallel
+
+    # Its attention asks for the named random states, though nothing is dropped.
+    tensor_parallel.model_parallel_cuda_manual_seed(run.config.training.seed)
+    length = tokens.shape[1]
+    is_hidden = torch.ones(1, 1, length, length).triu(1).bool()
+    with torch.no_grad():
+        return run.gpt.eval()(tokens, positions, is_hidden, labels=labels)
+
+
+def local_state(run: MegatronRun) -> LocalState:
+    """Return copies of this rank's parameters, masters and moments, read from the live objects."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    state = LocalState((rank, parallel_state.get_tensor_model_parallel_world_size()), vocab_size=run.vocab_size)
+    optimizer = run.distributed_optimizer
+    for name, parameter, cut, _ in _named_parameters(run.gpt, run.config):
+        state.weights[name] = (cut, parameter.detach().clone())
+        if parameter not in optimizer.model_param_group_index_map:
+            continue
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        for word in ("param", "exp_avg", "exp_avg_sq"):
+            state.pieces.append((name, word, start, tensors[word].detach().clone()))
+    return state
+
+
+def scheduler_from(run: MegatronRun, state: dict[str, Any]) -> Any:
+    """Return megatron-core's scheduler of the optimizer with the settings and the position of ``state``."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    # It sets the groups for the restored position before it takes the weight decay over, so that one has to be right.
+    weight_decay = run.config.optimizer.weight_decay
+
+    scheduler = OptimizerParamScheduler(
+        run.optimizer,
+        init_lr=0.0,
+        max_lr=1.0,
+        min_lr=0.5,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="linear",
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=True,
+        override_opt_param_scheduler=False,
+    )
+    scheduler.load_state_dict(state)
+    return scheduler
+
+
+# Files
+
+
+def _sharded_state(run: MegatronRun, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    # Replicas are numbered within this group.
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**metadata, "dp_cp_group": group}
+    model = run.gpt.sharded_state_dict(metadata=metadata)
+    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def load(run: MegatronRun, folder: Path) -> dict[str, Any]:
+    """Restore ``run`` from ``folder`` as Megatron's trainer does, strictly; return the loaded state dict. Collective.
+
+    Random states, whose grid is that of the run that saved, are spread over the ranks, so that every key is asked for.
+    """
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(str(folder))
+    request = _sharded_state(run, metadata, is_loading=True)
+    request["rng_state"] = _all_random_states(folder)
+    loaded = dist_checkpointing.load(request, str(folder), validate_access_integrity=True, strict="raise_all")
+    run.gpt.load_state_dict(loaded["model"])
+    run.optimizer.load_state_dict(loaded["optimizer"])
+    return loaded
+
+
+def _all_random_states(folder: Path) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    stored = {data.unique_key for data in load_sharded_metadata(str(folder)).values() if hasattr(data, "unique_key")}
+    cells = sorted(key for key in stored if key.startswith("rng_state/"))
+    return {key: ShardedObject.empty_from_unique_key(key) for key in cells[dist.get_rank() :: dist.get_world_size()]}
+
+
+def save(run: MegatronRun, root: Path, iteration: int, *, is_transformer_engine: bool = False) -> None:
+    """Write ``run`` into a folder below ``root`` as Megatron's trainer does, fully parallel. Collective.
+
+    With ``is_transformer_engine`` the objects are there that Megatron adds with Transformer Engine, and rerun states.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    folder = root / f"iter_{iteration:07d}"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    state = _common_state(run, iteration) | _sharded_state(run, METADATA, is_loading=False)
+    state["rng_state"] = random_states(run.config.training.seed)
+    if is_transformer_engine:
+        _add_objects_of_transformer_engine(state)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=dict(METADATA))
+    if dist.get_rank() == 0:
+        (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    dist.barrier()
+
+
+def random_states(seed: int) -> Any:
+    """Return this rank's cell of the grid of random states, as megatron-core's tracker has them after seeding."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    own = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject(
+        "rng_state",
+        [own],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _add_objects_of_transformer_engine(state: dict[str, Any]) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    for leaf in state["model"].values():
+        if isinstance(leaf, ShardedObject) and leaf.key.endswith("._extra_state"):
+            leaf.data = io.BytesIO(b"scales")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    final = ShardedObject("decoder.final_layernorm._extra_state", torch.zeros(4), (1,), (0,), replica_id=rank)
+    state["model"][final.key] = final
+    rerun = {"mode": "disabled", "sharded": {}}
+    state["rerun_state_machine_state"] = ShardedObject("rerun_state_machine_state", rerun, (size,), (rank,))
+
+
+def _common_state(run: MegatronRun, iteration: int) -> dict[str, Any]:
+    """Return the plain values that Megatron's trainer adds, as far as a reader uses them."""
+    model, derived, parallel = run.config.model, run.derived, run.config.parallel
+    samples = iteration * derived.global_batch_size
+    optimizer = run.config.optimizer
+    args = argparse.Namespace(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        group_query_attention=model.group_query_attention,
+        num_query_groups=derived.num_query_groups,
+        ffn_hidden_size=derived.ffn_hidden_size,
+        kv_channels=derived.kv_channels,
+        seq_length=model.seq_length,
+        max_position_embeddings=derived.max_position_embeddings,
+        padded_vocab_size=derived.padded_vocab_size(run.vocab_size),
+        position_embedding_type=model.position_embedding_type,
+        add_position_embedding=model.position_embedding_type == "learned_absolute",
+        rotary_percent=model.rotary_percent,
+        rotary_base=int(model.rotary_base),
+        normalization=model.normalization,
+        norm_epsilon=model.norm_epsilon,
+        swiglu=model.swiglu,
+        untie_embeddings_and_output_weights=model.untie_embeddings_and_output_weights,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        data_parallel_size=derived.data_parallel_size,
+        world_size=dist.get_world_size(),
+        params_dtype=torch.bfloat16 if run.config.precision.bf16 else torch.float32,
+        global_batch_size=derived.global_batch_size,
+        consumed_train_samples=samples,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        iteration=iteration,
+        no_save_optim=None,
+        no_save_rng=None,
+        data_parallel_random_init=False,
+    )
+    scheduler = {
+        "max_lr": optimizer.lr,
+        "lr_warmup_steps": 0,
+        "num_steps": samples,
+        "lr_decay_style": optimizer.lr_decay_style,
+        "lr_decay_steps": run.config.training.train_iters * derived.global_batch_size,
+        "min_lr": optimizer.min_lr,
+        "start_wd": optimizer.weight_decay,
+        "end_wd": optimizer.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": run.config.training.train_iters * derived.global_batch_size,
+    }
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "opt_param_scheduler": scheduler,
+        "num_floating_point_operations_so_far": 0,
+    }
