@@ -21,7 +21,7 @@ from megalite.training.setup import training_run
 from megalite.utils.dist import world_group
 from megalite.utils.errors import CheckpointError, ConfigError, MegaliteError
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.runs import LLAMA, VPP, Topology, make_config, run, run_steps, unequal
+from tests.helpers.runs import LLAMA, VPP, RunResult, Topology, make_config, run, run_steps, unequal
 
 Changes = dict[str, dict[str, Any]]
 
