@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import (
-    LoadDecision,
-    LoadMode,
     LoadReport,
     check_model,
     load_checkpoint,
@@ -23,6 +21,7 @@ from megalite.checkpoint.load import (
     saved_progress,
 )
 from megalite.checkpoint.manager import CheckpointManager
+from megalite.checkpoint.resolve import LoadDecision, LoadMode
 from megalite.checkpoint.state import TrainProgress, TrainState, common_state
 from megalite.config.schema import CheckpointConfig
 from megalite.utils.dist import SINGLE
@@ -267,7 +266,7 @@ def test_random_states_that_do_not_fit_are_derived_and_that_is_said(
     for iteration in (5, 6):
         run = train_state(small_config())
         start = run.tracker.get_states()
-        _load(run, replace(decision, iteration=iteration))
+        load_checkpoint(run, replace(decision, iteration=iteration), read_common(decision, SINGLE))
         states.append(run.tracker.get_states()["model-parallel-rng"])
         assert not torch.equal(states[-1], start["model-parallel-rng"]), "the first masks would come again"
     assert not torch.equal(states[0], states[1])
