@@ -135,10 +135,28 @@ _SHAPE_KEYS_OF_WEIGHTS = _SHAPE_KEYS[:-1] + ("max_position_embeddings",)
 _KIND_KEYS = ("position_embedding_type", "normalization", "swiglu")
 
 
+# Kinds of Megatron's models that are not built here. Some leave no trace in names and shapes of the tensors.
+_NOT_BUILT = (
+    "apply_layernorm_1p",
+    "multi_latent_attention",
+    "num_experts",
+    "quick_geglu",
+    "rotary_interleaved",
+    "squared_relu",
+    "use_rope_scaling",
+)
+
+
 def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: LoadMode) -> None:
     """Raise ``CheckpointError`` listing every number of the model that differs from the checkpoint's."""
     derived, model = run.derived, run.config.model
     args = dict(vars(common["args"]))
+    unknown = [f"{name} {args[name]}" for name in _NOT_BUILT if args.get(name)]
+    if unknown:
+        raise CheckpointError(
+            f"{folder} is of a model with {', '.join(unknown)}, which this version does not build; load it with the "
+            "program that wrote it"
+        )
     if not args.get("group_query_attention"):
         # Megatron's default of 1 counts for nothing then: each head is a group.
         args["num_query_groups"] = args.get("num_attention_heads") if model.group_query_attention else None
@@ -158,6 +176,11 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
     saved_vocab = common.get("megalite", {}).get("vocab_size")
     if saved_vocab is not None and saved_vocab != run.vocab_size:
         different.append(f"vocab_size is {saved_vocab} in the checkpoint and {run.vocab_size} in this run")
+    padded = args.get("padded_vocab_size")
+    if saved_vocab is None and padded is not None and padded < run.vocab_size:
+        different.append(
+            f"the vocabulary has {padded} rows in the checkpoint, vocab_size is {run.vocab_size} in this run"
+        )
     if different:
         raise CheckpointError(
             f"{folder} does not fit the model: {'; '.join(different)}. Set the model section to the checkpoint's "

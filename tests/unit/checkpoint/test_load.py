@@ -158,6 +158,20 @@ def test_angles_are_compared_but_for_weights_alone(run: TrainState, name: str, v
     check_model(_common(**SHAPE, **{name: value}), run, Path("step"), RESUME)
 
 
+@pytest.mark.parametrize("mode", list(LoadMode))
+def test_kinds_of_models_that_are_not_built_are_refused_by_name(run: TrainState, mode: LoadMode) -> None:
+    common = _common(**SHAPE, squared_relu=True, num_experts=8, rotary_interleaved=False)
+    with pytest.raises(CheckpointError, match="of a model with num_experts 8, squared_relu True, which this version"):
+        check_model(common, run, Path("step"), mode)
+
+
+def test_the_table_of_a_foreign_vocabulary_must_be_large_enough(run: TrainState) -> None:
+    for rows in (20, 64):
+        check_model(_common(**SHAPE, padded_vocab_size=rows), run, Path("step"), RESUME)
+    with pytest.raises(CheckpointError, match="has 16 rows in the checkpoint, vocab_size is 20 in this run"):
+        check_model(_common(**SHAPE, padded_vocab_size=16), run, Path("step"), RESUME)
+
+
 def test_all_differences_are_listed_with_the_vocabulary(run: TrainState) -> None:
     common = _common(**SHAPE | {"num_layers": 3, "hidden_size": 32}) | {"megalite": {"vocab_size": 25}}
     with pytest.raises(
