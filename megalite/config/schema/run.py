@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -114,6 +115,7 @@ class CheckpointConfig:
             "checkpoint.use_checkpoint_args",
             "checkpoint.exit_on_missing_checkpoint",
         )
+        self._check_first_start_is_elsewhere()
         require(
             self.fallback == "error" or self.save is not None,
             f"checkpoint.fallback is {self.fallback!r}, but checkpoint.save is not set, and only its steps can replace "
@@ -121,6 +123,31 @@ class CheckpointConfig:
             "checkpoint.fallback",
             "checkpoint.save",
         )
+
+    def _check_first_start_is_elsewhere(self) -> None:
+        """What describes a first start would never act on a folder whose steps are always resumed whole."""
+        if self.save is None:
+            return
+        for key, names in (
+            ("load", ("ckpt_step", "finetune", "no_load_optim", "no_load_rng")),
+            ("pretrained_checkpoint", ("pretrained_checkpoint",)),
+        ):
+            root = getattr(self, key)
+            is_same = root is not None and os.path.abspath(root) == os.path.abspath(self.save)
+            for name in names:
+                value = getattr(self, name)
+                require(
+                    not is_same or value is None or value is False,
+                    f"checkpoint.{name} is {_shown(value)}, but checkpoint.{key} and checkpoint.save are one folder, "
+                    f"{self.save}, whose published step is resumed whole; name another folder to save into, or leave "
+                    f"{name} out",
+                    f"checkpoint.{name}",
+                    "checkpoint.save",
+                )
+
+
+def _shown(value: object) -> object:
+    return "on" if value is True else value
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -88,6 +88,7 @@ ACCEPTED = [
     ["checkpoint.load=a", "checkpoint.ckpt_step=0", "checkpoint.use_checkpoint_args=on"],
     ["checkpoint.pretrained_checkpoint=a", "checkpoint.use_checkpoint_args=on"],
     ["checkpoint.save=a", "checkpoint.fallback=newest_complete"],
+    ["checkpoint.save=a", "checkpoint.load=a"],
     ["checkpoint.exit_on_missing_checkpoint=off", "rng.data_parallel_random_init=on"],
     ["logging.log_level=DEBUG", "logging.metrics_jsonl=off", "logging.tensorboard_dir=tb"],
     ["resilience.check_for_nan_in_loss_and_grad=off"],
@@ -252,6 +253,11 @@ ACCEPTED = [
         ["checkpoint.load=a", "checkpoint.load_main_params_from_ckpt=on"],
         ["checkpoint.load=a", "checkpoint.exit_on_missing_checkpoint=off", "checkpoint.use_checkpoint_args=on"],
         ["checkpoint.fallback=newest_complete"],
+        *(
+            ["checkpoint.save=a", "checkpoint.load=b/../a", f"checkpoint.{setting}"]
+            for setting in ("ckpt_step=0", "finetune=on", "no_load_optim=on", "no_load_rng=on")
+        ),
+        ["checkpoint.save=a", "checkpoint.pretrained_checkpoint=./a"],
         ["logging.log_interval=0"],
         *([f"logging.timing_log_level={level}"] for level in (-1, 3)),
         ["profiling.profile=on"],
