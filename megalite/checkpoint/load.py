@@ -1,160 +1,40 @@
-"""From a step on disk to a run that goes on: what to load, whether it fits, and what was not restored and why."""
+"""From a step on disk to a run that goes on: whether it fits, what is restored, and what is not and why."""
 
 from __future__ import annotations
 
+import argparse
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.changes import changed_data, changed_settings
 from megalite.checkpoint.options import load_options
-from megalite.checkpoint.paths import TRACKER, complete_iterations, iteration_folder, read_tracker
+from megalite.checkpoint.paths import RELEASE, step_name
+from megalite.checkpoint.resolve import LoadDecision, LoadMode, check_all_see
+from megalite.checkpoint.sniff import check_step
 from megalite.checkpoint.state import (
-    OPTIMIZER_KEYS,
     RNG_KEY,
     TrainProgress,
     TrainState,
     derive_random_states,
-    is_used_by_megatron_alone,
+    main_params_request,
+    misfit_of_random_states,
     model_state,
     random_states_request,
     restore_random_states,
 )
 from megalite.config.loader import config_to_dict
 from megalite.config.schema import CheckpointConfig
-from megalite.dist_checkpointing.core import is_complete
+from megalite.dist_checkpointing.exchange_utils import agreed
+from megalite.dist_checkpointing.mapping import ShardedObject
 from megalite.dist_checkpointing.serialization import StrictHandling, load, load_common_state_dict
-from megalite.utils.dist import Group, failing_together
-from megalite.utils.errors import CheckpointError, ConfigError
+from megalite.utils.dist import Group, agree_any
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
-
-
-class LoadMode(Enum):
-    """What is taken from a checkpoint."""
-
-    RESUME = "resume"
-    """Everything: the run goes on."""
-    START_FROM = "start from"
-    """First start from ``checkpoint.load``: everything that the ``no_load_*`` settings leave."""
-    WEIGHTS = "weights"
-    """Weights only, at iteration 0 (``finetune``, ``pretrained_checkpoint``)."""
-
-
-@dataclass(frozen=True)
-class LoadDecision:
-    """The step to load."""
-
-    folder: Path
-    iteration: int
-    mode: LoadMode
-    notes: tuple[str, ...] = ()
-    """What the user should know about steps that were not taken."""
-
-
-def resolve_load(config: CheckpointConfig) -> LoadDecision | None:
-    """Return where this start comes from, or None for random weights.
-
-    A published step in ``save`` wins: the same command restarts a job. Otherwise ``load`` and then
-    ``pretrained_checkpoint`` say where the first start comes from.
-    """
-    notes: list[str] = []
-    if config.save is not None:
-        _check_save_folder(config.save)
-        iteration = read_tracker(config.save)
-        _check_tracker_is_not_lost(config.save, iteration)
-        notes += _unpublished(config.save, iteration)
-        if iteration is not None:
-            return LoadDecision(_existing(config.save, iteration), iteration, LoadMode.RESUME, tuple(notes))
-    for root, mode in (
-        (config.load, LoadMode.WEIGHTS if config.finetune else LoadMode.START_FROM),
-        (config.pretrained_checkpoint, LoadMode.WEIGHTS),
-    ):
-        if root is None:
-            continue
-        step = config.ckpt_step if root is config.load else None
-        iteration = step if step is not None else read_tracker(root)
-        if iteration is not None:
-            return LoadDecision(_existing(root, iteration), iteration, mode, tuple(notes))
-    named = [str(root) for root in (config.load, config.pretrained_checkpoint) if root is not None]
-    if named and config.exit_on_missing_checkpoint:
-        raise CheckpointError(_nothing_found(config, named))
-    if named:
-        notes.append(f"no checkpoint in {' or '.join(named)}: starting from random weights, as configured")
-    for note in notes:
-        logger.warning(note)
-    return None
-
-
-def _check_save_folder(save: Path) -> None:
-    try:
-        is_unusable = save.exists() and not save.is_dir()
-    except OSError as error:
-        raise ConfigError(f"checkpoint.save is {save}, which cannot be used: {error.strerror}; name another") from error
-    if is_unusable:
-        raise ConfigError(f"checkpoint.save is {save}, which is a file, not a folder; name a folder or remove the file")
-    above = next((path for path in save.parents if path.exists()), None)
-    if above is not None and not above.is_dir():
-        raise ConfigError(
-            f"checkpoint.save is {save}, but {above} is a file, not a folder; name a folder or remove the file"
-        )
-
-
-def _check_tracker_is_not_lost(save: Path, published: int | None) -> None:
-    """Raise unless at most one complete step has no tracker: the first save may have ended just before its rename."""
-    complete = complete_iterations(save)
-    if published is None and len(complete) > 1:
-        raise CheckpointError(
-            f"{save / TRACKER} is missing, but iterations {', '.join(map(str, complete))} are complete: starting anew "
-            "would overwrite them. Write the number of one into that file to resume from it, or name another "
-            "checkpoint.save."
-        )
-
-
-def _unpublished(root: Path, published: int | None) -> list[str]:
-    newer = [it for it in complete_iterations(root) if published is None or it > published]
-    if not newer:
-        return []
-    tracker = "there is no tracker" if published is None else f"the tracker names {published}"
-    return [
-        f"{root} has complete but unpublished iteration{'s' if len(newer) > 1 else ''} {', '.join(map(str, newer))} "
-        f"({tracker}): not used, and replaced when the run reaches them again"
-    ]
-
-
-def _existing(root: Path, iteration: int) -> Path:
-    folder = iteration_folder(root, iteration)
-    if is_complete(folder):
-        return folder
-    others = complete_iterations(root)
-    choice = f"complete there: {', '.join(map(str, others))}" if others else "no iteration there is complete"
-    state = "incomplete (it has no valid metadata.json)" if folder.is_dir() else "missing"
-    raise CheckpointError(
-        f"iteration {iteration} of {root} is {state}; {choice}. Choose one with checkpoint.load and "
-        "checkpoint.ckpt_step and a new checkpoint.save, or write its number into the tracker file."
-    )
-
-
-def _nothing_found(config: CheckpointConfig, named: Sequence[str]) -> str:
-    for root in (config.load, config.pretrained_checkpoint):
-        if root is not None and is_complete(root):
-            return (
-                f"{root} is a single iteration, not a folder of iterations; give its parent {root.parent} as "
-                f"checkpoint.load and choose the iteration with checkpoint.ckpt_step"
-            )
-        inner = [p.parent for p in root.glob("*/latest_checkpointed_iteration.txt")] if root is not None else []
-        if inner:
-            return f"{root} has no checkpoint of its own, but {inner[0]} has; set checkpoint.load to that folder"
-    return (
-        f"no checkpoint in {' or '.join(named)} (there is no latest_checkpointed_iteration.txt); correct the path, or "
-        "set checkpoint.exit_on_missing_checkpoint to false to start from random weights"
-    )
-
-
-# What is restored
 
 
 @dataclass(frozen=True)
@@ -167,7 +47,8 @@ class LoadReport:
     """(part, reason)"""
 
     def __str__(self) -> str:
-        text = f"loaded iteration {self.decision.iteration} from {self.decision.folder}: {', '.join(self.restored)}"
+        step = step_name(self.decision.step)
+        text = f"loaded {step} from {self.decision.folder}: {', '.join(self.restored)}"
         if self.not_restored:
             text += "; not restored: " + ", ".join(f"{part} ({reason})" for part, reason in self.not_restored)
         return text
@@ -182,12 +63,26 @@ class LoadPlan:
     random_states: bool
     progress: bool
     left_out: tuple[tuple[str, str], ...]
+    main_params: bool = False
+    """Fp32 masters come from the stored weights, not from the run's, which may have fewer digits."""
+
+    @property
+    def restored(self) -> tuple[str, ...]:
+        """What will have been restored, for the log."""
+        taken = {"optimizer": self.optimizer, "main parameters": self.main_params, "scheduler": self.scheduler}
+        taken |= {"random states": self.random_states, "progress": self.progress}
+        return ("weights", *(part for part, is_taken in taken.items() if is_taken))
+
+
+_WHOLE_MODE = {LoadMode.WEIGHTS: "weights only, a new run", LoadMode.RELEASE: "a release, from which a run begins"}
 
 
 def plan_load(mode: LoadMode, config: CheckpointConfig, common: Mapping[str, Any], run: TrainState) -> LoadPlan:
     """Decide what to ask for. A resume asks for everything; the ``no_load_*`` settings are for first starts."""
-    weights_only = "weights only, a new run" if mode is LoadMode.WEIGHTS else None
-    settings = config if mode is LoadMode.START_FROM else replace(config, no_load_optim=False, no_load_rng=False)
+    weights_only = _WHOLE_MODE.get(mode)
+    no_load_optim, no_load_rng = (
+        mode is LoadMode.START_FROM and on for on in (config.no_load_optim, config.no_load_rng)
+    )
     left_out: list[tuple[str, str]] = []
 
     def wanted(part: str, *reasons: str | None) -> bool:
@@ -196,28 +91,27 @@ def plan_load(mode: LoadMode, config: CheckpointConfig, common: Mapping[str, Any
             left_out.append((part, reason))
         return reason is None
 
-    optimizer = wanted(
-        "optimizer",
-        weights_only,
-        "checkpoint.no_load_optim is set" if settings.no_load_optim else None,
-    )
+    optimizer = wanted("optimizer", weights_only, "checkpoint.no_load_optim is set" if no_load_optim else None)
     if optimizer and "optimizer" not in common:
+        another = " and another checkpoint.save" if mode is LoadMode.RESUME else ""
         raise CheckpointError(
             "the checkpoint was saved with no_save_optim and holds no optimizer state; to start from its weights, give "
-            "it as checkpoint.load with checkpoint.no_load_optim or checkpoint.finetune"
+            f"it as checkpoint.load with checkpoint.no_load_optim or checkpoint.finetune{another}"
         )
-    random_reason = _random_states_do_not_fit(common, run)
+    # A step without optimizer state has a schedule all the same: it is what no_load_optim leaves of such a step.
+    schedule_alone = vars(common["args"]).get("no_save_optim") and "opt_param_scheduler" in common
     return LoadPlan(
         optimizer=optimizer,
-        scheduler=wanted("scheduler", weights_only, "no_load_optim" if settings.no_load_optim else None),
+        scheduler=wanted("scheduler", weights_only, "no_load_optim" if no_load_optim and not schedule_alone else None),
         random_states=wanted(
             "random states",
             weights_only,
-            "checkpoint.no_load_rng is set" if settings.no_load_rng else None,
-            random_reason,
+            "checkpoint.no_load_rng is set" if no_load_rng else None,
+            _random_states_do_not_fit(common, run),
         ),
-        progress=wanted("progress", weights_only),
+        progress=wanted("progress", weights_only if mode is LoadMode.WEIGHTS else None),
         left_out=tuple(left_out),
+        main_params=config.load_main_params_from_ckpt and not optimizer,
     )
 
 
@@ -225,7 +119,7 @@ def _random_states_do_not_fit(common: Mapping[str, Any], run: TrainState) -> str
     args = vars(common["args"])
     if args.get("no_save_rng"):
         return "saved with no_save_rng"
-    saved = tuple(int(args.get(f"{axis}_model_parallel_size", 1)) for axis in ("tensor", "pipeline"))
+    saved = tuple(int(args.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
     now = (run.parallel.tp.size, run.parallel.pp.size)
     if saved != now:
         return f"saved at TP={saved[0]} PP={saved[1]}, this run has TP={now[0]} PP={now[1]}"
@@ -242,10 +136,28 @@ _SHAPE_KEYS_OF_WEIGHTS = _SHAPE_KEYS[:-1] + ("max_position_embeddings",)
 _KIND_KEYS = ("position_embedding_type", "normalization", "swiglu")
 
 
+# Kinds of Megatron's models that are not built here. Some leave no trace in names and shapes of the tensors.
+_NOT_BUILT = (
+    "apply_layernorm_1p",
+    "multi_latent_attention",
+    "num_experts",
+    "quick_geglu",
+    "rotary_interleaved",
+    "squared_relu",
+    "use_rope_scaling",
+)
+
+
 def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: LoadMode) -> None:
     """Raise ``CheckpointError`` listing every number of the model that differs from the checkpoint's."""
     derived, model = run.derived, run.config.model
     args = dict(vars(common["args"]))
+    unknown = [f"{name} {args[name]}" for name in _NOT_BUILT if args.get(name)]
+    if unknown:
+        raise CheckpointError(
+            f"{folder} is of a model with {', '.join(unknown)}, which this version does not build; load it with the "
+            "program that wrote it"
+        )
     if not args.get("group_query_attention"):
         # Megatron's default of 1 counts for nothing then: each head is a group.
         args["num_query_groups"] = args.get("num_attention_heads") if model.group_query_attention else None
@@ -265,6 +177,11 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
     saved_vocab = common.get("megalite", {}).get("vocab_size")
     if saved_vocab is not None and saved_vocab != run.vocab_size:
         different.append(f"vocab_size is {saved_vocab} in the checkpoint and {run.vocab_size} in this run")
+    padded = args.get("padded_vocab_size")
+    if saved_vocab is None and padded is not None and padded < run.vocab_size:
+        different.append(
+            f"the vocabulary has {padded} rows in the checkpoint, vocab_size is {run.vocab_size} in this run"
+        )
     if different:
         raise CheckpointError(
             f"{folder} does not fit the model: {'; '.join(different)}. Set the model section to the checkpoint's "
@@ -273,63 +190,95 @@ def check_model(common: Mapping[str, Any], run: TrainState, folder: Path, mode: 
 
 
 def read_common(decision: LoadDecision, group: Group) -> dict[str, Any]:
-    """Return the part of the step that is equal on all ranks. Collective over ``group``."""
-    common: dict[str, Any] = {}
-    with failing_together(group, f"reading {decision.folder / 'common.pt'}"):
-        if group.is_first:
+    """Return the part of the step that is equal on all ranks. Collective over ``group``.
+
+    Raises DamagedCheckpointError on all ranks when the step is incomplete or this part of it is not readable.
+    """
+
+    def read() -> dict[str, Any]:
+        if not group.is_first:
+            return {}
+        check_step(decision.folder.parent, decision.step)
+        try:
             common = load_common_state_dict(decision.folder)
-            if "args" not in common:
-                raise CheckpointError(f"{decision.folder / 'common.pt'} has no 'args': not a trainer's checkpoint")
+        except CheckpointError as error:
+            # The layout is the right one, so it can only be the content.
+            raise DamagedCheckpointError(str(error)) from error
+        _check_common(common, decision)
+        return common
+
+    common = agreed(group, f"reading {decision.folder / 'common.pt'}", read)
+    check_all_see(decision.folder, group)
     return group.broadcast_object(common)
 
 
-def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str, Any]) -> LoadReport:
-    """Restore ``run`` in place from the decided step. Collective over all ranks."""
-    settings = run.config.checkpoint
-    with failing_together(run.parallel.world, "comparing the checkpoint with the run"):
-        check_model(common, run, decision.folder, decision.mode)
-        plan = plan_load(decision.mode, settings, common, run)
-    run.finish_param_sync()
-    weights = model_state(run)
-    request: dict[str, Any] = {"model": weights}
-    if plan.optimizer:
-        request["optimizer_state"] = run.optimizer.sharded_state_dict(weights)
-    if plan.random_states:
-        request[RNG_KEY] = random_states_request(run.parallel)
-
-    def is_left_out(key: str) -> bool:
-        return (
-            (key.startswith(OPTIMIZER_KEYS) and not plan.optimizer)
-            or (key.startswith(f"{RNG_KEY}/") and not plan.random_states)
-            or is_used_by_megatron_alone(key)
+def _check_common(common: Mapping[str, Any], decision: LoadDecision) -> None:
+    path = decision.folder / "common.pt"
+    if "args" not in common:
+        raise CheckpointError(f"{path} has no 'args': not a trainer's checkpoint; start from one that a trainer saved")
+    if not isinstance(common["args"], argparse.Namespace):
+        raise DamagedCheckpointError(
+            f"{path} has 'args' of type {type(common['args']).__name__}, expected a Namespace; use another checkpoint"
+        )
+    iteration = common.get("iteration")
+    if decision.mode is not LoadMode.WEIGHTS and decision.step not in (RELEASE, iteration):
+        raise DamagedCheckpointError(
+            f"{path} is that of iteration {iteration}, its folder that of iteration {decision.iteration}; files of "
+            "several steps are mixed or the folder was renamed, use another checkpoint"
         )
 
-    if decision.mode is not LoadMode.WEIGHTS:
-        _name_changes(run, common)
+
+_NEVER_ASKED_FOR = re.compile(r"rerun_state_machine_state/|.*\._extra_state/")
+# Of any layout; several optimizers of one run are numbered.
+_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+def is_left_out(key: str, plan: LoadPlan) -> bool:
+    """Return whether a key on disk is knowingly not asked for."""
+    return (
+        _NEVER_ASKED_FOR.match(key) is not None
+        or (not plan.optimizer and _OF_OPTIMIZER.match(key) is not None)
+        or (not plan.random_states and key.startswith(f"{RNG_KEY}/"))
+    )
+
+
+def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str, Any]) -> LoadReport:
+    """Restore ``run`` in place from the decided step. Collective over all ranks.
+
+    After an error the content of all tensors that the step has is undefined; another load overwrites them.
+    """
+    settings, world = run.config.checkpoint, run.parallel.world
+
+    def fit() -> LoadPlan:
+        check_model(common, run, decision.folder, decision.mode)
+        return plan_load(decision.mode, settings, common, run)
+
+    plan = agreed(world, "comparing the checkpoint with the run", fit)
+    run.finish_param_sync()
+    weights = model_state(run)
+    # Extra states hold nothing of ours, and other versions of the same layers have them or do not.
+    tensors = {name: leaf for name, leaf in weights.items() if not isinstance(leaf, ShardedObject)}
+    request: dict[str, Any] = {"model": tensors}
+    if plan.optimizer:
+        request["optimizer_state"] = run.optimizer.sharded_state_dict(weights)
+    if plan.main_params:
+        request["main_params"] = main_params_request(run, weights)
+    if plan.random_states:
+        request[RNG_KEY] = random_states_request(run.parallel)
     loaded = load(
         request,
         decision.folder,
-        group=run.parallel.world,
+        group=world,
         strict=StrictHandling(settings.dist_ckpt_strictness),
-        ignore_keys=is_left_out,
+        ignore_keys=lambda key: is_left_out(key, plan),
         options=load_options(settings, run.parallel),
     )
     _apply_common(run, decision, plan, common)
-    _apply_random_states(run, decision, plan, loaded)
-    restored = ["weights"] + [
-        part
-        for part, is_restored in (
-            ("optimizer", plan.optimizer),
-            ("scheduler", plan.scheduler),
-            ("random states", plan.random_states),
-            ("progress", plan.progress),
-        )
-        if is_restored
-    ]
-    return LoadReport(decision, tuple(restored), plan.left_out)
+    plan = _apply_random_states(run, decision, plan, loaded)
+    return LoadReport(decision, plan.restored, plan.left_out)
 
 
-def _name_changes(run: TrainState, common: Mapping[str, Any]) -> None:
+def name_changes(run: TrainState, common: Mapping[str, Any]) -> None:
     """Say in one WARNING which settings and data are not those of the run that is continued."""
     ours = common.get("megalite", {})
     changes = changed_settings(ours.get("config", {}), config_to_dict(run.config))
@@ -345,7 +294,7 @@ def _name_changes(run: TrainState, common: Mapping[str, Any]) -> None:
 def _apply_common(run: TrainState, decision: LoadDecision, plan: LoadPlan, common: Mapping[str, Any]) -> None:
     if plan.optimizer:
         run.optimizer.load_common_state_dict(common["optimizer"])
-    else:
+    elif not plan.main_params:
         run.optimizer.reload_masters()
     if plan.scheduler:
         settings = run.config.optimizer
@@ -355,12 +304,20 @@ def _apply_common(run: TrainState, decision: LoadDecision, plan: LoadPlan, commo
             use_checkpoint=settings.use_checkpoint_opt_param_scheduler,
         )
     if plan.progress:
-        restored = saved_progress(common)
+        restored = progress_at_start(decision, common)
         for field in fields(TrainProgress):
             setattr(run.progress, field.name, getattr(restored, field.name))
     ours = common.get("megalite", {})
     if decision.mode is LoadMode.RESUME and ours:
         run.run_id = ours["run_id"]
+
+
+def progress_at_start(decision: LoadDecision | None, common: Mapping[str, Any]) -> TrainProgress:
+    """Return the progress that a run starts with: of a release only the position in the data."""
+    if decision is None or decision.mode is LoadMode.WEIGHTS:
+        return TrainProgress()
+    progress = saved_progress(common)
+    return replace(progress, iteration=0, skipped_iterations=0) if decision.mode is LoadMode.RELEASE else progress
 
 
 def saved_progress(common: Mapping[str, Any]) -> TrainProgress:
@@ -381,18 +338,49 @@ def saved_progress(common: Mapping[str, Any]) -> TrainProgress:
     )
 
 
-def _apply_random_states(run: TrainState, decision: LoadDecision, plan: LoadPlan, loaded: Mapping[str, Any]) -> None:
+def _apply_random_states(
+    run: TrainState, decision: LoadDecision, plan: LoadPlan, loaded: Mapping[str, Any]
+) -> LoadPlan:
+    """Restore the random states, or derive new ones where a run goes on without, and return what was done."""
     if plan.random_states:
-        states = loaded[RNG_KEY]
-        restore_random_states(run.tracker, states[run.parallel.dp.rank if len(states) > 1 else 0])
-    elif plan.progress:
+        own, reason = agreed(
+            run.parallel.world, "looking at the random states", lambda: _own_random_states(run, decision, loaded)
+        )
+        # All ranks or none: streams of one run must not be half old and half new.
+        if not agree_any(reason is not None, run.parallel.world):
+            restore_random_states(run.tracker, own)
+            return plan
+        left_out = (*plan.left_out, ("random states", "saved on another kind of device"))
+        plan = replace(plan, random_states=False, left_out=left_out)
+    if decision.mode in (LoadMode.RESUME, LoadMode.START_FROM):
         derive_random_states(run.config, run.parallel, decision.iteration, run.tracker)
-        reason = dict(plan.left_out)["random states"]
         if run.parallel.world.is_first:
             logger.warning(
                 "random states are not restored: %s. New ones are derived from seed %d, iteration %d and this rank's "
                 "place; dropout masks differ from those of the unbroken run.",
-                reason,
+                dict(plan.left_out)["random states"],
                 run.config.training.seed,
                 decision.iteration,
             )
+    return plan
+
+
+def _own_random_states(
+    run: TrainState, decision: LoadDecision, loaded: Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    """Return this rank's states, and why they cannot be set, or None. CheckpointError when some are not there."""
+    states = loaded[RNG_KEY]
+    index = run.parallel.dp.rank if isinstance(states, list) and len(states) > 1 else 0
+    if not isinstance(states, list) or index >= len(states) or not isinstance(states[index], dict):
+        raise DamagedCheckpointError(
+            f"{RNG_KEY} of {decision.folder} is not a list of the states of each rank; use another checkpoint"
+        )
+    missing, reason = misfit_of_random_states(states[index], run.tracker)
+    if missing:
+        another = " and another checkpoint.save" if decision.mode is LoadMode.RESUME else ""
+        raise CheckpointError(
+            f"the random states in {decision.folder} are without {', '.join(missing)}, so that the masks of dropout "
+            "cannot go on. Start from it as checkpoint.load with checkpoint.no_load_rng, which derives new ones, or "
+            f"with checkpoint.finetune{another}"
+        )
+    return states[index], reason

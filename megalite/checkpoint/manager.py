@@ -13,21 +13,24 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from megalite.checkpoint.load import LoadDecision, resolve_load
+from megalite.checkpoint.load import read_common
 from megalite.checkpoint.options import save_options
-from megalite.checkpoint.paths import TRACKER, iteration_folder, read_tracker
+from megalite.checkpoint.paths import TRACKER, Step, iteration_folder, read_tracker, step_name
+from megalite.checkpoint.resolve import LoadDecision, check_ranks_see_the_same, resolve_load
 from megalite.checkpoint.save import state_to_save
 from megalite.checkpoint.state import TrainState, content_metadata
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import MARKER_FILE, is_complete
+from megalite.dist_checkpointing.exchange_utils import agreed
 from megalite.dist_checkpointing.integrity import require_integrity
 from megalite.dist_checkpointing.serialization import SaveCache, save, write_marker
 from megalite.utils.dist import Group, failing_together
-from megalite.utils.errors import ConfigError, PeerError, SaveError
+from megalite.utils.errors import CheckpointError, ConfigError, DamagedCheckpointError, PeerError, SaveError
 from megalite.utils.files import (
     FaultHook,
     fsync_directory,
@@ -38,6 +41,8 @@ from megalite.utils.files import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,34 +62,85 @@ class CheckpointManager:
         self.config = config
         self.world = world
         self.hook = hook
-        self.published: int | None = None
+        self.published: Step | None = None
         """The step that the tracker of ``save`` is known to name."""
         self._cache = SaveCache()
         require_integrity(config.verify_integrity)
+        self.damaged: set[Path] = set()
+        """Folders of ``save`` that this start has found damaged."""
+        self.loaded: Path | None = None
+        """The folder that this start has loaded."""
 
     @property
     def can_save(self) -> bool:
         return self.config.save is not None
 
     def resolve_start(self) -> LoadDecision | None:
-        """Decide where this start comes from; one rank looks, all get the answer. Collective over all ranks."""
-        decision = None
-        with failing_together(self.world, "looking for a checkpoint"):
-            if self.world.is_first:
-                decision = resolve_load(self.config)
-                if self.can_save:
-                    # Now and not at the first save: a folder that cannot be made should not cost hours of training.
-                    _make_save_folder(self.config.save)
-                    self.published = read_tracker(self.config.save)
-        decision, self.published = self.world.broadcast_object((decision, self.published))
+        """Decide where this start comes from; one rank looks, all get the answer. Collective over all ranks.
+
+        Raises the same error on all ranks, also when they do not see the same trackers.
+        """
+        check_ranks_see_the_same(self.config, self.world)
+
+        def look() -> tuple[LoadDecision | None, Step | None]:
+            if not self.world.is_first:
+                return None, None
+            decision = resolve_load(self.config)
+            if not self.can_save:
+                return decision, None
+            # Now and not at the first save: a folder that cannot be made should not cost hours of training.
+            _make_save_folder(self.config.save)
+            return decision, read_tracker(self.config.save)
+
+        found = agreed(self.world, "looking for a checkpoint", look)
+        decision, self.published = self.world.broadcast_object(found)
         if decision is not None:
             for note in decision.notes:
                 logger.warning(note)
         return decision
 
+    def load_start(self, decision: LoadDecision, attempt: Callable[[LoadDecision, Mapping[str, Any]], T]) -> T:
+        """Return what ``attempt`` makes of the decided step and its common part. Collective over all ranks.
+
+        If the step is damaged, ``checkpoint.fallback`` may allow older ones in its place: each is tried until one is
+        not, and each that is refused is one WARNING. Nothing is removed. An attempt that raises DamagedCheckpointError
+        raises it on all ranks, and the next one overwrites whatever it has left.
+        """
+        for candidate in decision.alternatives():
+            if candidate.folder in self.damaged:
+                continue
+            try:
+                result = attempt(candidate, read_common(candidate, self.world))
+                self.loaded = candidate.folder
+                return result
+            except DamagedCheckpointError as error:
+                if not decision.older:
+                    raise
+                self._refuse(candidate, error)
+        steps = ", ".join(str(candidate.iteration) for candidate in decision.alternatives())
+        raise CheckpointError(
+            f"no step of {decision.folder.parent} can be loaded: {steps} are damaged, as the warnings say. Nothing was "
+            "overwritten. Restore one of them, or name another checkpoint.save"
+        )
+
+    def _refuse(self, candidate: LoadDecision, error: DamagedCheckpointError) -> None:
+        self.damaged.add(candidate.folder)
+        if self.world.is_first:
+            logger.warning(
+                "%s in %s is damaged and not used: %s. As checkpoint.fallback says, the newest complete older one is "
+                "tried; the damaged one stays until the run reaches it again.",
+                step_name(candidate.step),
+                candidate.folder,
+                error,
+            )
+
     def is_published(self, iteration: int) -> bool:
-        """Return whether the tracker names ``iteration``, so that saving it again would only endanger it."""
-        return self.published == iteration
+        """Return whether ``iteration`` is there and good: saving it again would only endanger it.
+
+        That is the one that the tracker names, and one that was loaded in its place; not one that was found damaged.
+        """
+        folder = iteration_folder(self.config.save, iteration)
+        return folder not in self.damaged and (self.published == iteration or self.loaded == folder)
 
     def save(self, state: TrainState, readable: Mapping[Path, bytes]) -> SaveReport:
         """Write and publish the present iteration. Collective over all ranks.
@@ -113,6 +169,7 @@ class CheckpointManager:
                 "free the cause and start the same command again."
             ) from error
         self.published = iteration
+        self.damaged.discard(folder)
         seconds = time.perf_counter() - started
         return SaveReport(iteration, seconds, seconds)
 

@@ -4,18 +4,24 @@ runs/debug/
     latest_checkpointed_iteration.txt     the published step; its rename is the commit point
     metrics.jsonl
     iter_0000100/                         one step, see dist_checkpointing
+    release/                              weights to start from, made from others' files; in place of steps
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from megalite.dist_checkpointing.core import is_complete
 from megalite.utils.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE: Literal["release"] = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+
+Step = int | Literal["release"]
+"""An iteration, or weights that belong to none: the word stands in the tracker and is the name of the folder."""
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -23,8 +29,18 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def read_tracker(root: Path) -> int | None:
-    """Return the iteration that the tracker names, or None if there is no tracker.
+def step_folder(root: Path, step: Step) -> Path:
+    """Return the folder of what a tracker names."""
+    return root / RELEASE if step == RELEASE else iteration_folder(root, step)
+
+
+def step_name(step: Step) -> str:
+    """Return a step as messages name it."""
+    return "the release" if step == RELEASE else f"iteration {step}"
+
+
+def read_tracker(root: Path) -> Step | None:
+    """Return the step that the tracker names, or None if there is no tracker.
 
     Raises ``CheckpointError`` if it holds anything else or cannot be read, as an unreadable tracker must not look like
     a first start.
@@ -38,10 +54,12 @@ def read_tracker(root: Path) -> int | None:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; check the file, its permissions and its disk"
         ) from error
+    if text == RELEASE:
+        return RELEASE
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError(
-            f"{path} holds {text[:40]!r}, which is not an iteration; write the number of a complete iter_ folder into "
-            "it, or remove the file and all iter_ folders to start over"
+            f"{path} holds {text[:40]!r}, which is neither an iteration nor 'release'; write the number of a complete "
+            "iter_ folder into it, or remove the file and all iter_ folders to start over"
         )
     return int(text)
 

@@ -18,7 +18,8 @@ from megalite import __version__
 from megalite.config.derive import Derived
 from megalite.config.loader import config_to_dict
 from megalite.config.schema import Config
-from megalite.dist_checkpointing.mapping import ShardedObject
+from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megalite.dist_checkpointing.optimizer import sharded_tensors_of_range
 from megalite.model.gpt import VOCABULARY_TABLES
 from megalite.optimizer.optimizer import SHARDING_TYPE, STATE_KINDS, MixedPrecisionOptimizer
 from megalite.optimizer.param_scheduler import OptimizerParamScheduler
@@ -85,6 +86,25 @@ def live_tensors(state: TrainState) -> dict[str, Any]:
     state.finish_param_sync()
     weights = model_state(state)
     return {"model": weights, "optimizer": state.optimizer.sharded_state_dict(weights)}
+
+
+def main_params_request(state: TrainState, weights: dict[str, Any]) -> dict[str, list[ShardedTensor]]:
+    """Return the fp32 masters as blocks of the model's own tensors, to be filled from what a file has of those.
+
+    Masters that are the weights themselves are left out. They are read, never written: no block is a main replica.
+    """
+    request: dict[str, list[ShardedTensor]] = {}
+    for piece in state.optimizer.pieces:
+        if piece.master.data_ptr() == piece.values.data_ptr():
+            continue
+        place, end = weights[piece.name], piece.parameter_start + piece.master.numel()
+        reader = (place.replica_id[0] + 1, *place.replica_id[1:])
+        request.setdefault(piece.name, []).extend(
+            sharded_tensors_of_range(
+                place.key, piece.master.detach(), place, piece.parameter_start, end, replica_id=reader
+            )
+        )
+    return request
 
 
 def true_rows(state: TrainState) -> dict[str, int]:
@@ -178,7 +198,7 @@ def _own_random_states(tracker: CudaRNGStatesTracker) -> dict[str, Any]:
         "torch_rng_state": torch.get_rng_state(),
         # Without CUDA its default generator is the CPU's, which is what the tracker forks.
         "cuda_rng_state": torch.cuda.get_rng_state(tracker.device) if is_cuda else torch.get_rng_state(),
-        "rng_tracker_states": tracker.get_states(),
+        "rng_tracker_states": {name: state_tensor(state) for name, state in tracker.get_states().items()},
     }
 
 
@@ -204,6 +224,24 @@ def random_states_request(parallel: ParallelState, states: Sequence[Any] | None 
     )
 
 
+_STATES = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+
+
+def misfit_of_random_states(states: dict[str, Any], tracker: CudaRNGStatesTracker) -> tuple[list[str], str | None]:
+    """Return the names of what is missing in loaded ``states``, and why the rest cannot be set here, or None."""
+    missing = [name for name in _STATES if name not in states]
+    streams = states.get("rng_tracker_states", {})
+    missing += [f"rng_tracker_states[{name!r}]" for name in tracker.states if name not in streams]
+    # The generator of each kind of device has a state of its own size.
+    sizes = {len(state_tensor(state)) for state in (*tracker.states.values(), *streams.values())}
+    return missing, "saved on another kind of device" if len(sizes) > 1 else None
+
+
+def state_tensor(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """Return a generator's state as the bytes that a checkpoint holds, also where a generator itself is kept."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
 def restore_random_states(tracker: CudaRNGStatesTracker, states: dict[str, Any]) -> None:
     """Put all five states back."""
     random.setstate(states["random_rng_state"])
@@ -211,7 +249,7 @@ def restore_random_states(tracker: CudaRNGStatesTracker, states: dict[str, Any])
     torch.set_rng_state(states["torch_rng_state"])
     if tracker.device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda_rng_state"], tracker.device)
-    tracker.set_states(states["rng_tracker_states"])
+    tracker.set_states({name: state_tensor(state) for name, state in states["rng_tracker_states"].items()})
 
 
 def derive_random_states(

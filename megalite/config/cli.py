@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config.help import USAGE, help_text
-from megalite.config.loader import COMMAND_LINE, dump_config, load_config, split_override
+from megalite.config.loader import COMMAND_LINE, UnresolvedConfig, dump_config, load_config, split_override
 from megalite.config.schema import Config
 from megalite.utils.errors import ConfigError
 
@@ -21,7 +21,7 @@ class CommandLine:
     """Exactly one of the two is set: a text that the user asked for, or the configuration of a run."""
 
     text: str | None = None
-    config: Config | None = None
+    config: Config | UnresolvedConfig | None = None
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -40,7 +40,14 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         split_override(override)
     _check_paths(paths, overrides)
     config = load_config(Path(paths[0]) if paths else None, overrides)
-    return CommandLine(text=dump_config(config)) if print_config else CommandLine(config=config)
+    if not print_config:
+        return CommandLine(config=config)
+    if isinstance(config, UnresolvedConfig):
+        raise ConfigError(
+            f"{COMMAND_LINE}: --print-config does not show what checkpoint.use_checkpoint_args takes from a "
+            "checkpoint; switch that off, or read config.yaml beside a step that the run has saved"
+        )
+    return CommandLine(text=dump_config(config))
 
 
 def _check_paths(paths: list[str], overrides: list[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -12,7 +14,7 @@ from megalite.config.checks import SettingError
 from megalite.config.convert import convert
 from megalite.config.derive import check_config
 from megalite.config.names import check_key_name, check_section_name, field_types, required_fields, section_classes
-from megalite.config.schema import Config
+from megalite.config.schema import CheckpointConfig, Config, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.yaml_reader import PlainText, Setting, kind_of, read_yaml_file
 from megalite.utils.errors import ConfigError
 
@@ -21,10 +23,48 @@ COMMAND_LINE = "command line"
 _Settings = dict[str, dict[str, Setting]]
 
 
-def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
+@dataclass(frozen=True)
+class UnresolvedConfig:
+    """A configuration whose section ``model`` is completed from a checkpoint (``checkpoint.use_checkpoint_args``).
+
+    All other sections are there and have checked themselves: a run gets as far as to its checkpoint with them.
+    """
+
+    settings: _Settings
+    source: str
+    checkpoint: CheckpointConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    logging: LoggingConfig
+
+    def resolve(self, model: Mapping[str, Sequence[Any]], source: str) -> Config:
+        """Return the whole configuration.
+
+        ``model`` has, for each key that ``source`` knows, the value that is taken if the user gave none, and then other
+        values that say the same. Raises ConfigError naming both for each given setting that is none of them.
+        """
+        given = {key: value for key, value in _converted("model", self.settings["model"]).items() if value is not None}
+        section = {key: self.settings["model"][key] for key in given}
+        different = []
+        for key, values in model.items():
+            accepted = [convert(Setting(value, source), field_types("model")[key], f"model.{key}") for value in values]
+            if key not in given:
+                section[key] = Setting(values[0], source)
+            elif given[key] not in accepted:
+                different.append(f"{section[key].where}: model.{key} is {given[key]}, in {source} it is {accepted[0]}")
+        if different:
+            raise ConfigError(
+                f"{'; '.join(different)}. With checkpoint.use_checkpoint_args the model is the checkpoint's: leave "
+                "these out, or switch it off"
+            )
+        return _whole({**self.settings, "model": section}, self.source)
+
+
+def load_config(path: Path | None, overrides: Sequence[str]) -> Config | UnresolvedConfig:
     """Return the configuration in ``path`` with ``overrides`` (``--section.key=value``) on top.
 
-    Of several overrides of one key the last one counts. Raises ConfigError, which names the file and line, or the
+    Of several overrides of one key the last one counts. With ``checkpoint.use_checkpoint_args`` it lacks what the
+    checkpoint says. Raises ConfigError, which names the file and line, or the
     command line, and the nearest right name of what is unknown.
     """
     settings = _empty_settings()
@@ -37,8 +77,11 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
     return _build(settings, str(path) if path is not None else COMMAND_LINE)
 
 
-def config_from_dict(values: Mapping[str, Any], source: str = "configuration") -> Config:
-    """Return the configuration that ``config_to_dict`` made ``values`` of; ``source`` names it in errors."""
+def config_from_dict(values: Mapping[str, Any], source: str = "configuration") -> Config | UnresolvedConfig:
+    """Return the configuration that ``config_to_dict`` made ``values`` of; ``source`` names it in errors.
+
+    With ``checkpoint.use_checkpoint_args`` it is one that is not resolved, as with ``load_config``.
+    """
     settings = _empty_settings()
     for section, entries in values.items():
         if isinstance(entries, Mapping):
@@ -109,16 +152,42 @@ def _parse_override(text: str) -> tuple[str, str, Setting]:
     return section, key, Setting(PlainText(value), COMMAND_LINE)
 
 
-def _build(settings: _Settings, source: str) -> Config:
+def _build(settings: _Settings, source: str) -> Config | UnresolvedConfig:
+    flag = settings["checkpoint"].get("use_checkpoint_args")
+    if flag is None or not convert(flag, bool, "checkpoint.use_checkpoint_args"):
+        return _whole(settings, source)
+    others = {section: given for section, given in settings.items() if section != "model"}
+    sections = _sections(others, source)
+    # So that a wrong line is an error now, and not when a checkpoint was found and read.
+    _converted("model", settings["model"])
+    return UnresolvedConfig(
+        settings, source, **{name: sections[name] for name in ("checkpoint", "parallel", "training", "logging")}
+    )
+
+
+def _whole(settings: _Settings, source: str) -> Config:
+    sections = _sections(settings, source)
+    with _placed(settings, source):
+        config = Config(**sections)
+        check_config(config)
+    return config
+
+
+def _sections(settings: _Settings, source: str) -> dict[str, Any]:
     values = {section: _converted(section, given) for section, given in settings.items()}
     # After the conversion: a wrong line in the file is easier to understand than a missing one.
     _check_required(settings, source)
+    with _placed(settings, source):
+        return {section: section_classes()[section](**values[section]) for section in settings}
+
+
+@contextlib.contextmanager
+def _placed(settings: _Settings, source: str) -> Iterator[None]:
+    """Say of a setting that is refused within the body where it was given."""
     try:
-        config = Config(**{section: cls(**values[section]) for section, cls in section_classes().items()})
-        check_config(config)
+        yield
     except SettingError as error:
         raise ConfigError(f"{_places(error.keys, settings, source)}: {error.message}") from error
-    return config
 
 
 def _converted(section: str, given: dict[str, Setting]) -> dict[str, Any]:
@@ -139,7 +208,7 @@ def _places(keys: Sequence[str], settings: _Settings, source: str) -> str:
     """Say where the settings that an error is about were given; one that was left out has no place."""
     places = []
     for section, _, key in (name.partition(".") for name in keys):
-        setting = settings[section].get(key)
+        setting = settings.get(section, {}).get(key)
         if setting is not None and setting.where not in places:
             places.append(setting.where)
     return ", ".join(places) or source

@@ -10,6 +10,7 @@ import numpy as np
 
 from megalite.checkpoint.state import TrainProgress
 from megalite.config.derive import derive
+from megalite.config.loader import UnresolvedConfig
 from megalite.config.schema import Config
 from megalite.data.build import build_datasets
 from megalite.data.tokenizers import resolve_tokenizer
@@ -30,12 +31,17 @@ class IndexReport:
     seconds: float
 
 
-def build_index(config: Config, world_size: int | None = None) -> Iterator[IndexReport]:
+def build_index(config: Config | UnresolvedConfig, world_size: int | None = None) -> Iterator[IndexReport]:
     """Build what a new run of ``config`` needs, set by set, and yield a report of each.
 
     ``world_size`` may be left out unless it decides the length of the run, which it does when the global batch is left
     out. A run that resumes needs the tables of its checkpoint's index sizes as well; it builds those itself.
     """
+    if isinstance(config, UnresolvedConfig):
+        raise ConfigError(
+            "checkpoint.use_checkpoint_args is on, but tables are built without looking at a checkpoint; switch it off "
+            "and give model.seq_length, and model.vocab_size if the tokenizer has none"
+        )
     if config.data.mock_data and config.data.data_cache_path is None:
         raise ConfigError(
             "data.mock_data is on and data.data_cache_path is left out, so that no table is kept; set a folder, or "

@@ -10,16 +10,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.load import LoadDecision, LoadMode, load_checkpoint, read_common, saved_progress
 from megalite.checkpoint.manager import CheckpointManager
+from megalite.checkpoint.resolve import LoadDecision
 from megalite.checkpoint.state import TrainProgress, TrainState, readable_copies
-from megalite.config.derive import Derived, check_batch_sizes, derive
-from megalite.config.loader import dump_config
+from megalite.config.derive import Derived, derive
+from megalite.config.loader import UnresolvedConfig, dump_config
 from megalite.config.schema import Config
 from megalite.data.build import Datasets, build_datasets
 from megalite.data.samplers import BatchLoader
@@ -42,6 +41,7 @@ from megalite.training.context import TrainContext
 from megalite.training.exit import log_state_hash
 from megalite.training.profiling import Profiler
 from megalite.training.report import Reporter
+from megalite.training.start import load_start, resolve_config
 from megalite.utils.dist import failing_together, initialize_world
 from megalite.utils.errors import DataError
 from megalite.utils.files import FaultHook, no_fault
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def training_run(config: Config, hook: FaultHook = no_fault) -> Iterator[TrainContext]:
+def training_run(config: Config | UnresolvedConfig, hook: FaultHook = no_fault) -> Iterator[TrainContext]:
     """Build the run that ``config`` describes, restored from its checkpoint, and take it down at the end.
 
     Collective over all ranks that torchrun started. ``hook`` is called before each file operation of a save.
@@ -60,10 +60,12 @@ def training_run(config: Config, hook: FaultHook = no_fault) -> Iterator[TrainCo
     training = config.training
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     setup_logging(int(os.environ.get("RANK", "0")), config.logging.log_level)
-    derived = derive(config, world_size)
+    if isinstance(config, Config):
+        # What can be refused by each rank for itself is, before any waits for the others.
+        derive(config, world_size)
     joins_world = not dist.is_initialized()
     device = _device()
-    initialize_world(world_size, config.parallel.distributed_timeout_minutes)
+    world = initialize_world(world_size, config.parallel.distributed_timeout_minutes)
     # Not before: a signal ends a rank that waits for the others to join at once, as there is nothing to save yet. A
     # handler would have to wait as well, for ranks that may have been ended by the same signal while they started.
     exit_signal = ExitSignal(training.exit_signal, training.exit_signal_handler)
@@ -71,7 +73,10 @@ def training_run(config: Config, hook: FaultHook = no_fault) -> Iterator[TrainCo
         if joins_world:
             teardown.callback(_leave_world)
         teardown.callback(exit_signal.restore)
-        ctx = _build(config, derived, device, exit_signal, hook)
+        checkpoints = CheckpointManager(config.checkpoint, world, hook)
+        decision = checkpoints.resolve_start()
+        config = resolve_config(config, checkpoints, decision)
+        ctx = _build(config, derive(config, world_size), device, exit_signal, checkpoints, decision)
         teardown.callback(ctx.reporter.close)
         teardown.callback(ctx.profiler.close)
         ctx.started = started
@@ -96,7 +101,12 @@ def _device() -> torch.device:
 
 
 def _build(
-    config: Config, derived: Derived, device: torch.device, exit_signal: ExitSignal, hook: FaultHook
+    config: Config,
+    derived: Derived,
+    device: torch.device,
+    exit_signal: ExitSignal,
+    checkpoints: CheckpointManager,
+    decision: LoadDecision | None,
 ) -> TrainContext:
     sizes = config.parallel
     parallel = ParallelState.create(
@@ -106,26 +116,18 @@ def _build(
         sizes.expert_model_parallel_size,
         sizes.distributed_timeout_minutes,
     )
-    checkpoints = CheckpointManager(config.checkpoint, parallel.world, hook)
-    decision = checkpoints.resolve_start()
-    common = {} if decision is None else read_common(decision, parallel.world)
     with failing_together(parallel.world, "opening the tokenizer"):
         tokenizer, vocab_size = resolve_tokenizer(config.data, config.model.vocab_size)
     state = build_state(config, derived, parallel, device, vocab_size)
-    start = _start_of(decision, common)
-    check_batch_sizes(config, derived, start.consumed_train_samples)
-    with failing_together(parallel.world, "opening the data"):
-        try:
-            datasets = _datasets(config, derived, tokenizer, vocab_size, _index_sizes(decision, common), start)
-        except MemoryError as error:
-            raise DataError(
-                f"the sample indices for {samples_per_split(config, derived, start)} samples do not fit into memory: "
-                f"{error}. Shorten the run (training.train_iters or train_samples)"
-            ) from error
+    _announce(state, device)
+    # Before the data: which step it is, and so where in the data it stands, is known when one could be loaded.
+    start = load_start(state, checkpoints, decision)
+    datasets = _datasets(state, tokenizer, start.index_sizes)
     state.index_sizes, state.data_definitions = datasets.index_sizes, datasets.definitions
     timers = Timers(config.logging.timing_log_level, device)
     flops_per_sequence = _flops_per_sequence(config, derived, vocab_size)
-    train_iters = last_iteration(derived, config, start)
+    start.name_changes(state)
+    train_iters = last_iteration(derived, config, state.progress)
     reporter = _reporter(config, parallel, timers, train_iters, flops_per_sequence)
     ctx = TrainContext(
         state=state,
@@ -147,10 +149,7 @@ def _build(
         timers=timers,
         flops_per_sequence=flops_per_sequence,
     )
-    _announce(ctx)
-    if decision is not None:
-        report = load_checkpoint(state, decision, common)
-        logger.info("%s", report)
+    if start.decision is not None:
         log_state_hash(ctx, "loaded")
     reporter.started(state.progress, state.run_id)
     _attach_data(ctx, datasets)
@@ -279,20 +278,6 @@ def schedule_config(config: Config, derived: Derived) -> ScheduleConfig:
 # Data
 
 
-def _start_of(decision: LoadDecision | None, common: Mapping[str, Any]) -> TrainProgress:
-    """Return the progress that the run starts with."""
-    if decision is None or decision.mode is LoadMode.WEIGHTS:
-        return TrainProgress()
-    return saved_progress(common)
-
-
-def _index_sizes(decision: LoadDecision | None, common: Mapping[str, Any]) -> Mapping[str, list[int]]:
-    """Return the sizes the data order was defined for: a resumed run keeps them, a new run has none."""
-    if decision is None or decision.mode is LoadMode.WEIGHTS:
-        return {}
-    return common.get("megalite", {}).get("index_sizes", {})
-
-
 def last_iteration(derived: Derived, config: Config, progress: TrainProgress) -> int:
     """Return the iteration that the run ends with, from where it stands: batches may have had another size before."""
     if config.training.train_iters is not None:
@@ -317,23 +302,26 @@ def samples_per_split(config: Config, derived: Derived, progress: TrainProgress)
     return {"train": train, "valid": valid}
 
 
-def _datasets(
-    config: Config,
-    derived: Derived,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    index_sizes: Mapping[str, list[int]],
-    progress: TrainProgress,
-) -> Datasets:
-    return build_datasets(
-        config.data,
-        num_samples=samples_per_split(config, derived, progress),
-        seq_length=config.model.seq_length,
-        seed=config.training.seed,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        index_sizes=index_sizes,
-    )
+def _datasets(state: TrainState, tokenizer: Tokenizer, index_sizes: Mapping[str, list[int]]) -> Datasets:
+    """Open the data of the rest of the run. Collective over all ranks."""
+    config = state.config
+    num_samples = samples_per_split(config, state.derived, state.progress)
+    with failing_together(state.parallel.world, "opening the data"):
+        try:
+            return build_datasets(
+                config.data,
+                num_samples=num_samples,
+                seq_length=config.model.seq_length,
+                seed=config.training.seed,
+                tokenizer=tokenizer,
+                vocab_size=state.vocab_size,
+                index_sizes=index_sizes,
+            )
+        except MemoryError as error:
+            raise DataError(
+                f"the sample indices for {num_samples} samples do not fit into memory: {error}. Shorten the run "
+                "(training.train_iters or train_samples)"
+            ) from error
 
 
 def _attach_data(ctx: TrainContext, datasets: Datasets) -> None:
@@ -409,18 +397,18 @@ def _flops_per_sequence(config: Config, derived: Derived, vocab_size: int) -> fl
     )
 
 
-def _announce(ctx: TrainContext) -> None:
-    state, config = ctx.state, ctx.config
+def _announce(state: TrainState, device: torch.device) -> None:
+    derived = state.derived
     logger.info(
         "%s on %d rank(s), %s; %d parameters on this stage of rank 0; global batch %d = %d micro-batches of %d x DP %d",
         state.parallel,
         state.parallel.world.size,
-        ctx.device.type,
+        device.type,
         sum(p.numel() for chunk in state.chunks for _, p in chunk.parameters()),
-        ctx.derived.global_batch_size,
-        ctx.derived.num_microbatches,
-        ctx.derived.micro_batch_size,
+        derived.global_batch_size,
+        derived.num_microbatches,
+        derived.micro_batch_size,
         state.parallel.dp.size,
     )
-    if config.checkpoint.save is None:
+    if state.config.checkpoint.save is None:
         logger.warning("checkpoint.save is not set: nothing is saved, also not at the end or when a signal comes")

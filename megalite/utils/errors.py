@@ -31,6 +31,13 @@ class CheckpointError(MegaliteError):
     exit_status = 3
 
 
+class DamagedCheckpointError(CheckpointError):
+    """The files of a step are missing, incomplete or not what was written.
+
+    It is never about what the run asks for, so that another step of the same run may be as good as this one was.
+    """
+
+
 class TopologyMismatchError(CheckpointError):
     """A checkpoint cannot be loaded at the present TP/PP/DP sizes."""
 

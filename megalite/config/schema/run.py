@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,8 @@ class CheckpointConfig:
     """When and where training state is written, and where the first start comes from.
 
     If the folder ``save`` has a published checkpoint, the run resumes from it. ``load``, ``ckpt_step``, ``finetune``,
-    ``no_load_optim``, ``no_load_rng`` and ``pretrained_checkpoint`` describe the first start only.
+    ``no_load_optim``, ``no_load_rng``, ``load_main_params_from_ckpt`` and ``pretrained_checkpoint`` describe the first
+    start only.
     """
 
     save: Path | None = None
@@ -27,7 +29,7 @@ class CheckpointConfig:
     """Folder with checkpoints of the run to continue from, if ``save`` has none."""
 
     ckpt_step: int | None = None
-    """Iteration to load from ``load`` instead of the newest published one."""
+    """Iteration to load from ``load``, whatever its tracker names."""
 
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """Layout on disk."""
@@ -36,13 +38,23 @@ class CheckpointConfig:
     """Take only the weights from the loaded checkpoint, and start at iteration 0."""
 
     no_load_optim: bool = False
-    """Do not load optimizer and schedules; master weights are set from the loaded weights."""
+    """Do not load optimizer and schedules; master weights are set from the loaded weights. Of a checkpoint that was
+    saved with no_save_optim the schedules are loaded all the same."""
 
     no_load_rng: bool = False
     """Do not load the states of the random number generators."""
 
+    load_main_params_from_ckpt: bool = False
+    """Set fp32 master weights from the checkpoint's weights with all their digits, not from the run's rounded ones.
+    Needs no_load_optim; without effect where weights are their own masters."""
+
+    use_checkpoint_args: bool = False
+    """Take those settings of the section ``model`` that are left out from the checkpoint. One that is given must be
+    the checkpoint's."""
+
     no_save_optim: bool = False
-    """Write no optimizer state. Such a checkpoint cannot be resumed from, only finetuned."""
+    """Write no optimizer state, only the schedules. Such a checkpoint cannot be resumed from; it can be started from
+    with no_load_optim or finetune."""
 
     no_save_rng: bool = False
     """Write no states of random number generators."""
@@ -88,13 +100,17 @@ class CheckpointConfig:
     ckpt_load_require_integrity: bool = True
     """Refuse a checkpoint without the hashes of ``verify_integrity``; off, one WARNING."""
 
+    fallback: Literal["error", "newest_complete"] = "error"
+    """What happens when the step that the tracker of ``save`` names is missing, incomplete or damaged: stop, or go on
+    from the newest complete older one, with a warning for each step that was refused."""
+
     log_state_hash: bool = False
     """Log a fingerprint of weights and moments at each save and load. It does not depend on the topology."""
 
     def __post_init__(self) -> None:
         require_at_least("checkpoint.save_interval", self.save_interval, 1)
-        require_at_least("checkpoint.ckpt_step", self.ckpt_step, 1)
         require_at_least("checkpoint.dist_ckpt_workers", self.dist_ckpt_workers, 1)
+        require_at_least("checkpoint.ckpt_step", self.ckpt_step, 0)
         require(
             self.save_interval is None or self.save is not None,
             f"checkpoint.save_interval is {self.save_interval}, but checkpoint.save is not set, so nothing would be "
@@ -109,7 +125,7 @@ class CheckpointConfig:
             "checkpoint.ckpt_step",
             "checkpoint.load",
         )
-        for name in ("finetune", "no_load_optim", "no_load_rng"):
+        for name in ("finetune", "no_load_optim", "no_load_rng", "use_checkpoint_args"):
             require(
                 not getattr(self, name) or self.load is not None or self.pretrained_checkpoint is not None,
                 f"checkpoint.{name} is on, but neither checkpoint.load nor checkpoint.pretrained_checkpoint is set, so "
@@ -118,6 +134,56 @@ class CheckpointConfig:
                 "checkpoint.load",
                 "checkpoint.pretrained_checkpoint",
             )
+        self._check_load_policy()
+
+    def _check_load_policy(self) -> None:
+        require(
+            not self.load_main_params_from_ckpt or self.no_load_optim,
+            "checkpoint.load_main_params_from_ckpt is on, but checkpoint.no_load_optim is off, so that master weights "
+            "come from the optimizer's state; switch no_load_optim on, or load_main_params_from_ckpt off",
+            "checkpoint.load_main_params_from_ckpt",
+            "checkpoint.no_load_optim",
+        )
+        require(
+            not self.use_checkpoint_args or self.exit_on_missing_checkpoint,
+            "checkpoint.use_checkpoint_args is on, but checkpoint.exit_on_missing_checkpoint is off; without a "
+            "checkpoint there would be no model to start with, so switch one of them",
+            "checkpoint.use_checkpoint_args",
+            "checkpoint.exit_on_missing_checkpoint",
+        )
+        self._check_first_start_is_elsewhere()
+        require(
+            self.fallback == "error" or self.save is not None,
+            f"checkpoint.fallback is {self.fallback!r}, but checkpoint.save is not set, and only its steps can replace "
+            "each other; add the folder, or leave fallback out",
+            "checkpoint.fallback",
+            "checkpoint.save",
+        )
+
+    def _check_first_start_is_elsewhere(self) -> None:
+        """What describes a first start would never act on a folder whose steps are always resumed whole."""
+        if self.save is None:
+            return
+        for key, names in (
+            ("load", ("ckpt_step", "finetune", "no_load_optim", "no_load_rng")),
+            ("pretrained_checkpoint", ("pretrained_checkpoint",)),
+        ):
+            root = getattr(self, key)
+            is_same = root is not None and os.path.abspath(root) == os.path.abspath(self.save)
+            for name in names:
+                value = getattr(self, name)
+                require(
+                    not is_same or value is None or value is False,
+                    f"checkpoint.{name} is {_shown(value)}, but checkpoint.{key} and checkpoint.save are one folder, "
+                    f"{self.save}, whose published step is resumed whole; name another folder to save into, or leave "
+                    f"{name} out",
+                    f"checkpoint.{name}",
+                    "checkpoint.save",
+                )
+
+
+def _shown(value: object) -> object:
+    return "on" if value is True else value
 
 
 @dataclass(kw_only=True, frozen=True)

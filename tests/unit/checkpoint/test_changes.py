@@ -128,7 +128,7 @@ def test_a_foreign_entry_in_the_place_of_a_step_is_replaced(tmp_path: Path, kind
 @pytest.mark.parametrize("text", ["1" * 5000, "\u0661\u0660", "-1", "1.0"])
 def test_what_is_no_plain_number_is_no_tracker(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match="is not an iteration"):
+    with pytest.raises(CheckpointError, match="is neither an iteration nor 'release'"):
         read_tracker(tmp_path)
 
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import (
-    LoadDecision,
-    LoadMode,
     LoadReport,
     check_model,
     load_checkpoint,
@@ -23,6 +21,7 @@ from megalite.checkpoint.load import (
     saved_progress,
 )
 from megalite.checkpoint.manager import CheckpointManager
+from megalite.checkpoint.resolve import LoadDecision, LoadMode
 from megalite.checkpoint.state import TrainProgress, TrainState, common_state
 from megalite.config.schema import CheckpointConfig
 from megalite.utils.dist import SINGLE
@@ -159,6 +158,20 @@ def test_angles_are_compared_but_for_weights_alone(run: TrainState, name: str, v
     check_model(_common(**SHAPE, **{name: value}), run, Path("step"), RESUME)
 
 
+@pytest.mark.parametrize("mode", list(LoadMode))
+def test_kinds_of_models_that_are_not_built_are_refused_by_name(run: TrainState, mode: LoadMode) -> None:
+    common = _common(**SHAPE, squared_relu=True, num_experts=8, rotary_interleaved=False)
+    with pytest.raises(CheckpointError, match="of a model with num_experts 8, squared_relu True, which this version"):
+        check_model(common, run, Path("step"), mode)
+
+
+def test_the_table_of_a_foreign_vocabulary_must_be_large_enough(run: TrainState) -> None:
+    for rows in (20, 64):
+        check_model(_common(**SHAPE, padded_vocab_size=rows), run, Path("step"), RESUME)
+    with pytest.raises(CheckpointError, match="has 16 rows in the checkpoint, vocab_size is 20 in this run"):
+        check_model(_common(**SHAPE, padded_vocab_size=16), run, Path("step"), RESUME)
+
+
 def test_all_differences_are_listed_with_the_vocabulary(run: TrainState) -> None:
     common = _common(**SHAPE | {"num_layers": 3, "hidden_size": 32}) | {"megalite": {"vocab_size": 25}}
     with pytest.raises(
@@ -267,7 +280,7 @@ def test_random_states_that_do_not_fit_are_derived_and_that_is_said(
     for iteration in (5, 6):
         run = train_state(small_config())
         start = run.tracker.get_states()
-        _load(run, replace(decision, iteration=iteration))
+        load_checkpoint(run, replace(decision, iteration=iteration), read_common(decision, SINGLE))
         states.append(run.tracker.get_states()["model-parallel-rng"])
         assert not torch.equal(states[-1], start["model-parallel-rng"]), "the first masks would come again"
     assert not torch.equal(states[0], states[1])

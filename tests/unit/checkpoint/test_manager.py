@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.load import LoadDecision, LoadMode, load_checkpoint, read_common
+from megalite.checkpoint.load import load_checkpoint, read_common
 from megalite.checkpoint.manager import CheckpointManager
 from megalite.checkpoint.paths import TRACKER, iteration_folder, read_tracker
+from megalite.checkpoint.resolve import LoadDecision, LoadMode
 from megalite.checkpoint.state import TrainState
 from megalite.dist_checkpointing.core import is_complete
 from megalite.utils.dist import SINGLE

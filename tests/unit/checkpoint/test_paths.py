@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint.paths import TRACKER, complete_iterations, iteration_folder, read_tracker
+from megalite.checkpoint.paths import RELEASE, TRACKER, complete_iterations, iteration_folder, read_tracker, step_folder
 from megalite.dist_checkpointing.serialization import write_marker
 from megalite.utils.errors import CheckpointError
 
@@ -22,6 +22,13 @@ def test_the_tracker_is_a_number(tmp_path: Path, text: str, iteration: int) -> N
     assert read_tracker(tmp_path) == iteration
 
 
+def test_the_tracker_may_name_a_release(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("release\n")
+    assert read_tracker(tmp_path) == RELEASE
+    assert step_folder(tmp_path, RELEASE) == tmp_path / "release"
+    assert step_folder(tmp_path, 7) == tmp_path / "iter_0000007"
+
+
 def test_no_tracker_is_a_first_start(tmp_path: Path) -> None:
     assert read_tracker(tmp_path) is None
     assert read_tracker(tmp_path / "missing") is None
@@ -30,11 +37,13 @@ def test_no_tracker_is_a_first_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"  \n", b"release", b"-5", b"1.0", b"12 13", b"\xff\xfe\x00", b"iter_0000100", b"x" * 5000]
+    "content", [b"", b"  \n", b"Release", b"-5", b"1.0", b"12 13", b"\xff\xfe\x00", b"iter_0000100", b"x" * 5000]
 )
 def test_garbage_is_refused_with_what_it_says(tmp_path: Path, content: bytes) -> None:
     (tmp_path / TRACKER).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{TRACKER} holds .* is not an iteration; write the number") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"{TRACKER} holds .* is neither an iteration nor 'release'; write the number"
+    ) as caught:
         read_tracker(tmp_path)
     assert len(str(caught.value)) < 400 + len(str(tmp_path))
 

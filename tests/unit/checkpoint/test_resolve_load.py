@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.load import LoadMode, resolve_load
 from megalite.checkpoint.paths import TRACKER, iteration_folder
+from megalite.checkpoint.resolve import LoadMode, resolve_load
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.serialization import write_marker
-from megalite.utils.errors import CheckpointError, ConfigError
+from megalite.utils.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 
 def _steps(root: Path, *complete: int, tracker: int | None = None, incomplete: tuple[int, ...] = ()) -> Path:
@@ -148,9 +148,78 @@ def test_missing_steps_are_refused(tmp_path: Path) -> None:
         resolve_load(CheckpointConfig(load=other, ckpt_step=6, exit_on_missing_checkpoint=False))
 
 
-def test_a_tracker_that_names_a_release_is_refused(tmp_path: Path) -> None:
-    root = _steps(tmp_path / "run", 10)
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    root = _steps(tmp_path / "release_and_steps", 10, 20)
     (root / TRACKER).write_text("release")
-    for key in ("save", "load"):
-        with pytest.raises(CheckpointError, match="holds 'release'"):
-            resolve_load(CheckpointConfig(**{key: root}))
+    (root / "release").mkdir()
+    write_marker(root / "release")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "folder", "iteration", "mode"),
+    [
+        ("save", {}, "release", 0, LoadMode.RELEASE),
+        ("load", {}, "release", 0, LoadMode.RELEASE),
+        ("load", {"finetune": True}, "release", 0, WEIGHTS),
+        ("pretrained_checkpoint", {}, "release", 0, WEIGHTS),
+        # Any given number wins over the word in the tracker.
+        ("load", {"ckpt_step": 10}, "iter_0000010", 10, START),
+    ],
+)
+def test_a_release_is_loaded(
+    release: Path, key: str, settings: dict[str, Any], folder: str, iteration: int, mode: LoadMode
+) -> None:
+    decision = resolve_load(CheckpointConfig(**{key: release}, **settings))
+    assert (decision.folder, decision.iteration, decision.mode) == (release / folder, iteration, mode)
+    assert decision.step == ("release" if folder == "release" else iteration)
+
+
+def test_steps_beside_the_release_of_a_save_folder_are_named(release: Path) -> None:
+    (note,) = resolve_load(CheckpointConfig(save=release)).notes
+    assert "unpublished iterations 10, 20 (the tracker names release): not used" in note
+
+
+def test_a_release_that_is_not_complete_is_refused(release: Path) -> None:
+    (release / "release" / "metadata.json").unlink()
+    for settings in ({}, {"fallback": "newest_complete"}):
+        with pytest.raises(DamagedCheckpointError, match="the release of .* is incomplete .*complete there: 10, 20"):
+            resolve_load(CheckpointConfig(save=release, **settings))
+
+
+def test_ckpt_step_of_0_is_honoured(tmp_path: Path) -> None:
+    root = _steps(tmp_path / "run", 0, 10, tracker=10)
+    decision = resolve_load(CheckpointConfig(load=root, ckpt_step=0))
+    assert (decision.folder, decision.iteration) == (iteration_folder(root, 0), 0)
+
+
+def test_steps_to_start_from_without_a_tracker_are_not_nothing(tmp_path: Path) -> None:
+    root = _steps(tmp_path / "run", 10, 20)
+    for key in ("load", "pretrained_checkpoint"):
+        config = CheckpointConfig(**{key: root}, exit_on_missing_checkpoint=False)
+        with pytest.raises(CheckpointError, match=r"is missing, but iterations 10, 20 are complete\. Choose one"):
+            resolve_load(config)
+
+
+# Older steps in place of the tracker's
+
+
+def test_older_complete_steps_may_take_the_place_newest_first(tmp_path: Path) -> None:
+    root = _steps(tmp_path / "run", 10, 20, 40, 50, tracker=40, incomplete=(30,))
+    decision = resolve_load(CheckpointConfig(save=root, fallback="newest_complete"))
+    assert (decision.iteration, decision.older) == (40, (20, 10))
+    assert [(d.folder, d.iteration, d.mode, d.older) for d in list(decision.alternatives())[1:]] == [
+        (iteration_folder(root, iteration), iteration, RESUME, ()) for iteration in (20, 10)
+    ]
+    assert resolve_load(CheckpointConfig(save=root)).older == ()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_damaged_step_is_let_through_if_another_may_take_its_place(tmp_path: Path, exists: bool) -> None:
+    root = _steps(tmp_path / "run", 10, tracker=30, incomplete=(30,) if exists else ())
+    decision = resolve_load(CheckpointConfig(save=root, fallback="newest_complete"))
+    assert (decision.iteration, decision.older) == (30, (10,))
+    alone = _steps(tmp_path / "alone", 40, tracker=30, incomplete=(20,))
+    with pytest.raises(DamagedCheckpointError, match="iteration 30 of .* is missing; complete there: 40"):
+        resolve_load(CheckpointConfig(save=alone, fallback="newest_complete"))
