@@ -204,6 +204,8 @@ def _transformer_config(config: Config, derived: Derived) -> Any:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=True,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
     )
@@ -273,16 +275,21 @@ def update(run: MegatronRun, steps: int) -> None:
         assert is_successful
 
 
-def losses(run: MegatronRun, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return megatron-core's loss of each label, on one rank."""
+def train_step(run: MegatronRun, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Let megatron-core do a step on one micro-batch, on one rank, and return its loss of each label."""
     from megatron.core import tensor_parallel
 
     # Its attention asks for the named random states, though nothing is dropped.
     tensor_parallel.model_parallel_cuda_manual_seed(run.config.training.seed)
     length = tokens.shape[1]
     is_hidden = torch.ones(1, 1, length, length).triu(1).bool()
-    with torch.no_grad():
-        return run.gpt.eval()(tokens, positions, is_hidden, labels=labels)
+    run.model.zero_grad_buffer()
+    losses = run.model(tokens, positions, is_hidden, labels=labels)
+    losses.mean().backward()
+    run.model.finish_grad_sync()
+    is_successful, _, _ = run.optimizer.step()
+    assert is_successful
+    return losses.detach()
 
 
 def local_state(run: MegatronRun) -> LocalState:
@@ -356,6 +363,9 @@ def load(run: MegatronRun, folder: Path) -> dict[str, Any]:
     loaded = dist_checkpointing.load(request, str(folder), validate_access_integrity=True, strict="raise_all")
     run.gpt.load_state_dict(loaded["model"])
     run.optimizer.load_state_dict(loaded["optimizer"])
+    # With PyTorch's Adam it gives one step tensor to all parameters, and each of them would count it up.
+    for state in run.distributed_optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
     return loaded
 
 

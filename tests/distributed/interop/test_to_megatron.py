@@ -14,6 +14,7 @@ from megalite.checkpoint.paths import iteration_folder
 from megalite.config.schema import Config
 from megalite.parallel.random import DropoutContext
 from megalite.training.setup import training_run
+from megalite.training.step import train_step
 from tests.helpers import megatron
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
@@ -24,7 +25,9 @@ from tests.helpers.runs import (
     global_state,
     local_state,
     make_config,
+    read_with_dcp,
     run_steps,
+    stored_tensor,
     unequal,
 )
 
@@ -159,38 +162,59 @@ def test_megatron_loads_model_and_optimizer_at_another_topology(tmp_path: Path, 
     _check(tmp_path / "run", (2, 2, 2), (*FACES[face], BF16, SCHEDULE), (), TARGETS)
 
 
-# Without padding rows: megatron-core counts them as candidates for the next token, a run here does not.
-WHOLE_VOCABULARY = {"model": {"vocab_size": 256}, "data": {"tokenizer_type": "NullTokenizer"}}
+# One micro-batch a step; no padding rows, which megatron-core counts as candidates for the next token.
+ONE_MICROBATCH = {
+    "model": {"vocab_size": 256},
+    "data": {"tokenizer_type": "NullTokenizer"},
+    "training": {"micro_batch_size": 4, "global_batch_size": 4},
+    "optimizer": {"clip_grad": 0.0},
+}
 
 
-def _train_and_save_with_losses(config: Config) -> torch.Tensor:
+@dataclass
+class NextStep:
+    """The step after a save."""
+
+    losses: torch.Tensor
+    state: LocalState
+    batch: dict[str, torch.Tensor]
+
+
+def _train_save_and_go_on(config: Config) -> NextStep:
     with training_run(config) as ctx:
         run_steps(ctx, STEPS)
-        tokens, positions, labels = _sample()
-        model = ctx.state.chunks[0].module.eval()
+        # A look ahead: a step takes its batches from the position of the progress.
+        batch = next(ctx.train_batches)
+        model = ctx.state.chunks[0].module
+        names = ("tokens", "position_ids", "labels")
         with torch.no_grad():
-            return model(DropoutContext((0, 1)), tokens=tokens, position_ids=positions, labels=labels)
+            losses = model(DropoutContext((0, 1)), **{name: batch[name] for name in names})
+        train_step(ctx)
+        return NextStep(losses, local_state(ctx), batch)
 
 
-def _losses_of_megatron(config: Config, folder: Path) -> torch.Tensor:
+def _go_on_with_megatron(config: Config, folder: Path, batch: dict[str, torch.Tensor]) -> NextStep:
     with megatron.megatron_core((1, 1, 1)):
         run = megatron.build(config)
         megatron.load(run, folder)
-        return megatron.losses(run, *_sample())
-
-
-def _sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(5))
-    return tokens[:, :-1], torch.arange(32).expand(2, 32), tokens[:, 1:]
+        losses = megatron.train_step(run, batch["tokens"], batch["position_ids"], batch["labels"])
+        return NextStep(losses, megatron.local_state(run), batch)
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_megatron_computes_our_losses_from_our_file(tmp_path: Path, face: str) -> None:
+def test_megatron_makes_our_next_step_from_our_file(tmp_path: Path, face: str) -> None:
     saving = {"checkpoint": {"save": str(tmp_path), "save_interval": STEPS}}
-    changes = (*FACES[face], WHOLE_VOCABULARY)
-    expected = run_on_ranks(1, _train_and_save_with_losses, make_config(*changes, saving))[0]
-    actual = run_on_ranks(1, _losses_of_megatron, make_config(*changes), iteration_folder(tmp_path, STEPS))[0]
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    changes = (*FACES[face], ONE_MICROBATCH, SCHEDULE)
+    ours = run_on_ranks(1, _train_save_and_go_on, make_config(*changes, saving))[0]
+    folder = iteration_folder(tmp_path, STEPS)
+    theirs = run_on_ranks(1, _go_on_with_megatron, make_config(*changes), folder, ours.batch)[0]
+    torch.testing.assert_close(theirs.losses, ours.losses, atol=1e-5, rtol=0)
+    before = read_with_dcp(folder)
+    after, expected = global_state([theirs.state]), global_state([ours.state])
+    for name, value in expected.items():
+        start = stored_tensor(before, name)[: len(value)]
+        # What the step did to the tensor, since that is a small part of what it is.
+        torch.testing.assert_close(after[name] - start, value - start, atol=2e-6, rtol=1e-3)
 
 
 @pytest.mark.slow

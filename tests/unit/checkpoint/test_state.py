@@ -15,6 +15,7 @@ from megalite.checkpoint.state import (
     common_state,
     content_metadata,
     derive_random_states,
+    is_used_by_megatron_alone,
     live_tensors,
     model_state,
     random_states,
@@ -185,3 +186,10 @@ def test_readable_copies_are_text(state: TrainState) -> None:
     assert progress["iteration"] == 5 and progress["topology"] == {"tp": 1, "pp": 1, "dp": 1}
     assert json.loads(files[Path("tokenizer/megalite.json")]) == {"name": "NullTokenizer"}
     assert state.parallel.world == SINGLE
+
+
+def test_objects_that_only_megatron_uses_are_known() -> None:
+    foreign = ["decoder.final_layernorm._extra_state/shard_0_1", "rerun_state_machine_state/shard_3_8"]
+    assert [key for key in foreign if not is_used_by_megatron_alone(key)] == []
+    ours = ["rng_state/shard_0.0_1.1", "decoder.final_layernorm.weight", "optimizer.state.param.output_layer.weight"]
+    assert [key for key in ours if is_used_by_megatron_alone(key)] == []
