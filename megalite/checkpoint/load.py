@@ -20,6 +20,7 @@ from megalite.checkpoint.state import (
     TrainProgress,
     TrainState,
     derive_random_states,
+    is_used_by_megatron_alone,
     main_params_request,
     misfit_of_random_states,
     model_state,
@@ -228,7 +229,6 @@ def _check_common(common: Mapping[str, Any], decision: LoadDecision) -> None:
         )
 
 
-_NEVER_ASKED_FOR = re.compile(r"rerun_state_machine_state/|.*\._extra_state/")
 # Of any layout; several optimizers of one run are numbered.
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
@@ -236,7 +236,7 @@ _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 def is_left_out(key: str, plan: LoadPlan) -> bool:
     """Return whether a key on disk is knowingly not asked for."""
     return (
-        _NEVER_ASKED_FOR.match(key) is not None
+        is_used_by_megatron_alone(key)
         or (not plan.optimizer and _OF_OPTIMIZER.match(key) is not None)
         or (not plan.random_states and key.startswith(f"{RNG_KEY}/"))
     )

@@ -29,8 +29,6 @@ from megalite.parallel.state import ParallelState
 
 CHECKPOINT_VERSION = 3.0
 OPTIMIZER_PREFIX = "optimizer.state."
-OPTIMIZER_KEYS = ("optimizer.", "chained_")
-"""How keys of an optimizer start, in whatever way Megatron stored it."""
 RNG_KEY = "rng_state"
 
 
