@@ -252,6 +252,62 @@ def test_damaged_checkpoint_is_refused_on_all_ranks(saved: Path, tmp_path: Path)
     assert _contents(saved) == before
 
 
+def test_damaged_step_is_replaced_by_an_older_one_if_asked_to(
+    run_main: RunMain, refuse: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "run"
+    arguments = [
+        *TINY,
+        f"--checkpoint.save={save}",
+        "--checkpoint.save_interval=2",
+        "--checkpoint.fallback=newest_complete",
+    ]
+    assert run_main([*arguments, _iterations(6)]) == 0
+    unbroken = losses(save)
+    # Metrics are appended; what is done again is there again.
+    (save / "metrics.jsonl").unlink()
+    _flip(save / "iter_0000006" / "common.pt")
+    (save / "iter_0000004" / "metadata.json").unlink()
+    before = _contents(save / "iter_0000002")
+    capfd.readouterr()
+    assert run_main([*arguments, _iterations(8)]) == 0
+    shown = capfd.readouterr().err
+    warnings = [line for line in shown.splitlines() if "WARNING" in line]
+    # The unfinished one is no candidate, and so is not refused.
+    assert len(warnings) == 1 and "iteration 6 in" in warnings[0] and "common.pt is damaged" in warnings[0]
+    assert f"loaded iteration 2 from {save / 'iter_0000002'}" in shown
+    assert (read_tracker(save), complete_iterations(save)) == (8, [2, 4, 6, 8])
+    again = losses(save)
+    assert sorted(again) == list(range(3, 9))
+    assert all(again[iteration] == unbroken[iteration] for iteration in range(3, 7))
+    assert _contents(save / "iter_0000002") == before
+    for iteration in complete_iterations(save):
+        _flip(save / f"iter_{iteration:07d}" / "common.pt")
+    before = _contents(save)
+    refuse(
+        DATA_OR_CHECKPOINT, [*arguments, _iterations(10)], f"no step of {save} can be loaded: 8, 6, 4, 2 are damaged"
+    )
+    assert _contents(save) == before
+
+
+def test_model_of_the_checkpoint_is_taken_from_the_command_line(
+    run_main: RunMain, refuse: Callable[..., None], saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(TINY[0]).read_text()
+    path = tmp_path / "others.yaml"
+    path.write_text(text[text.index("training:") :])
+    save = tmp_path / "second"
+    others = [argument for argument in TINY[1:] if not argument.startswith("--model.")]
+    arguments = [str(path), *others, _iterations(4), f"--checkpoint.save={save}", f"--checkpoint.load={saved}"]
+    refuse(CONFIGURATION, arguments, "model.num_layers, model.hidden_size", "not given and without a default")
+    arguments.append("--checkpoint.use_checkpoint_args=true")
+    assert run_main(arguments) == 0
+    assert "hidden_size: 32" in (save / "iter_0000004" / "config.yaml").read_text()
+    expected = ["command line: model.hidden_size is 64, in the checkpoint", "it is 32", "leave these out"]
+    refuse(CONFIGURATION, [*arguments, "--model.hidden_size=64"], *expected)
+    refuse(CONFIGURATION, [*arguments, "--print-config"], "--print-config does not show", "config.yaml beside a step")
+
+
 # Saves: status 4
 
 

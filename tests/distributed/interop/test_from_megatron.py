@@ -89,13 +89,13 @@ def _check_run_goes_on(
     return ranks[0][2]
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_run_goes_on_from_a_file_of_megatron_at_another_topology(tmp_path: Path, face: str) -> None:
+@pytest.mark.parametrize(("face", "source"), [("gpt2", (2, 2, 2)), ("llama", (2, 1, 2))])
+def test_run_goes_on_from_a_file_of_megatron_at_another_topology(tmp_path: Path, face: str, source: Topology) -> None:
     changes = (*FACES[face], BF16)
-    expected = _save_with_megatron(tmp_path, (2, 2, 2), changes)
+    expected = _save_with_megatron(tmp_path, source, changes)
     # Its default: two files per rank, where a rank has as many items.
     names = [path.name for path in (tmp_path / f"iter_{STEPS:07d}").glob("__*.distcp")]
-    assert {f"__{rank}_{index}.distcp" for rank in range(8) for index in range(2)} == set(names)
+    assert {f"__{rank}_{index}.distcp" for rank in range(prod(source)) for index in range(2)} == set(names)
     losses = [_check_run_goes_on(tmp_path, target, changes, expected) for target in TARGETS]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=2e-3)

@@ -12,6 +12,7 @@ import torch
 
 from megalite.checkpoint import load as load_module
 from megalite.checkpoint.paths import TRACKER, complete_iterations, iteration_folder, read_tracker
+from megalite.config.loader import config_from_dict, config_to_dict
 from megalite.config.schema import Config
 from megalite.dist_checkpointing.core import is_complete
 from megalite.training.exit import save_checkpoint
@@ -229,3 +230,14 @@ def test_a_first_start_from_elsewhere_does_not_fall_back(save: Path, tmp_path: P
     with pytest.raises(DamagedCheckpointError, match="iter_0000003/common.pt is damaged"), training_run(config):
         pass
     assert is_complete(iteration_folder(save, 3))
+
+
+def test_model_settings_come_from_the_step_that_is_taken_and_a_refusal_is_said_once(
+    save: Path, quiet_setup: pytest.LogCaptureFixture
+) -> None:
+    _flip(iteration_folder(save, 3) / "common.pt")
+    values = config_to_dict(_config(save, FALLBACK, {"checkpoint": {"load": str(save)}})) | {"model": {}}
+    values["checkpoint"]["use_checkpoint_args"] = True
+    with training_run(config_from_dict(values)) as ctx:
+        assert (ctx.progress.iteration, ctx.config.model.hidden_dropout) == (2, 0.1)
+    assert len(_warnings(quiet_setup)) == 1

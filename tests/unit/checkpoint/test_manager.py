@@ -230,7 +230,7 @@ def test_a_disk_that_fills_up_within_a_file(state: TrainState, root: Path, publi
     _check_what_is_left(root, published_once)
 
 
-def test_debris_is_cleared_before_the_place_is_used(state: TrainState, tmp_path: Path) -> None:
+def test_p2_debris_is_cleared_before_the_place_is_used(state: TrainState, tmp_path: Path) -> None:
     folder = iteration_folder(tmp_path, NEW)
     (folder / "inner").mkdir(parents=True)
     for name in ("__0_0.distcp", "__7_0.distcp", "inner/x", ".metadata"):
@@ -242,7 +242,7 @@ def test_debris_is_cleared_before_the_place_is_used(state: TrainState, tmp_path:
     _assert_loads(tmp_path, NEW, state)
 
 
-def test_an_unpublished_complete_step_loses_its_marker_first(state: TrainState, root: Path) -> None:
+def test_p2_an_unpublished_complete_step_loses_its_marker_first(state: TrainState, root: Path) -> None:
     _save(state, root, NEW)
     (root / TRACKER).write_text(str(OLD))
     recorder = _Recorder(1, _Crash())
