@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.changes import changed_data, changed_settings
+from megalite.checkpoint.optimizer_layouts import OptimizerLayout, layout_of
 from megalite.checkpoint.options import load_options
 from megalite.checkpoint.paths import RELEASE, step_name
 from megalite.checkpoint.resolve import LoadDecision, LoadMode, check_all_see
@@ -249,18 +250,19 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
     """
     settings, world = run.config.checkpoint, run.parallel.world
 
-    def fit() -> LoadPlan:
+    def fit() -> tuple[LoadPlan, OptimizerLayout | None]:
         check_model(common, run, decision.folder, decision.mode)
-        return plan_load(decision.mode, settings, common, run)
+        plan = plan_load(decision.mode, settings, common, run)
+        return plan, layout_of(common, run, decision.folder) if plan.optimizer else None
 
-    plan = agreed(world, "comparing the checkpoint with the run", fit)
+    plan, layout = agreed(world, "comparing the checkpoint with the run", fit)
     run.finish_param_sync()
     weights = model_state(run)
     # Extra states hold nothing of ours, and other versions of the same layers have them or do not.
     tensors = {name: leaf for name, leaf in weights.items() if not isinstance(leaf, ShardedObject)}
     request: dict[str, Any] = {"model": tensors}
-    if plan.optimizer:
-        request["optimizer_state"] = run.optimizer.sharded_state_dict(weights)
+    if layout is not None:
+        request |= layout.request(run, weights)
     if plan.main_params:
         request["main_params"] = main_params_request(run, weights)
     if plan.random_states:
@@ -273,6 +275,8 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
         ignore_keys=lambda key: is_left_out(key, plan),
         options=load_options(settings, run.parallel),
     )
+    if layout is not None:
+        layout.apply(run, common, loaded)
     _apply_common(run, decision, plan, common)
     plan = _apply_random_states(run, decision, plan, loaded)
     return LoadReport(decision, plan.restored, plan.left_out)
@@ -292,9 +296,7 @@ def name_changes(run: TrainState, common: Mapping[str, Any]) -> None:
 
 
 def _apply_common(run: TrainState, decision: LoadDecision, plan: LoadPlan, common: Mapping[str, Any]) -> None:
-    if plan.optimizer:
-        run.optimizer.load_common_state_dict(common["optimizer"])
-    elif not plan.main_params:
+    if not plan.optimizer and not plan.main_params:
         run.optimizer.reload_masters()
     if plan.scheduler:
         settings = run.config.optimizer

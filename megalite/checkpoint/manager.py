@@ -23,7 +23,7 @@ from megalite.checkpoint.options import save_options
 from megalite.checkpoint.paths import TRACKER, Step, iteration_folder, read_tracker, step_name
 from megalite.checkpoint.resolve import LoadDecision, check_ranks_see_the_same, resolve_load
 from megalite.checkpoint.save import state_to_save
-from megalite.checkpoint.state import TrainState, content_metadata
+from megalite.checkpoint.state import TrainState, content_metadata, save_layout
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import MARKER_FILE, is_complete
 from megalite.dist_checkpointing.exchange_utils import agreed
@@ -157,7 +157,7 @@ class CheckpointManager:
                 state_to_save(state),
                 folder,
                 group=self.world,
-                content_metadata=content_metadata(not self.config.no_save_optim),
+                content_metadata=content_metadata(save_layout(self.config)),
                 options=save_options(self.config, state.parallel),
                 cache=self._cache,
                 hook=self.hook,

@@ -17,10 +17,11 @@ import torch
 from megalite import __version__
 from megalite.config.derive import Derived
 from megalite.config.loader import config_to_dict
-from megalite.config.schema import Config
+from megalite.config.schema import CheckpointConfig, Config
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.dist_checkpointing.optimizer import sharded_tensors_of_range
 from megalite.model.gpt import VOCABULARY_TABLES
+from megalite.optimizer.bucket_space import DP_RESHARDABLE
 from megalite.optimizer.optimizer import SHARDING_TYPE, STATE_KINDS, MixedPrecisionOptimizer
 from megalite.optimizer.param_scheduler import OptimizerParamScheduler
 from megalite.parallel.ddp import DistributedDataParallel
@@ -116,15 +117,21 @@ def is_used_by_megatron_alone(key: str) -> bool:
     return "._extra_state/" in key or key.startswith("rerun_state_machine_state/")
 
 
-def content_metadata(has_optimizer: bool) -> dict[str, Any]:
-    """Return Megatron's description of how the optimizer is stored; it reads this instead of its own flags."""
+def content_metadata(layout: str | None) -> dict[str, Any]:
+    """Return Megatron's description of how the optimizer is stored, which it reads instead of its own flags."""
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if has_optimizer:
-        content |= {
-            "distrib_optim_sharding_type": SHARDING_TYPE,
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-        }
+    if layout is not None:
+        content["distrib_optim_sharding_type"] = layout
+    if layout == SHARDING_TYPE:
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
     return content
+
+
+def save_layout(config: CheckpointConfig) -> str | None:
+    """Return the layout in which a run saves its optimizer; None if it does not."""
+    if config.no_save_optim:
+        return None
+    return SHARDING_TYPE if config.dist_ckpt_optim_fully_reshardable else DP_RESHARDABLE
 
 
 def common_state(state: TrainState) -> dict[str, Any]:
@@ -147,8 +154,12 @@ def common_state(state: TrainState) -> dict[str, Any]:
         # The scheduler does not depend on the optimizer's state and is kept without it.
         "opt_param_scheduler": state.scheduler.state_dict(),
     }
-    if not state.config.checkpoint.no_save_optim:
+    layout = save_layout(state.config.checkpoint)
+    if layout == SHARDING_TYPE:
         common["optimizer"] = state.optimizer.common_state_dict()
+    elif layout is not None:
+        # Megatron keeps the rest as objects of each (tp, pp) cell.
+        common["optimizer"] = {"param_state_sharding_type": layout}
     return common
 
 

@@ -161,6 +161,13 @@ def check_config(config: Config) -> None:
     _check_batch(config)
     _check_schedule_unit(config)
     _check_schedule_lengths(config)
+    require(
+        config.checkpoint.dist_ckpt_optim_fully_reshardable or config.parallel.use_distributed_optimizer,
+        "checkpoint.dist_ckpt_optim_fully_reshardable is off, which stores the shards of a distributed optimizer, but "
+        "parallel.use_distributed_optimizer is off; switch one of them on",
+        "checkpoint.dist_ckpt_optim_fully_reshardable",
+        "parallel.use_distributed_optimizer",
+    )
 
 
 def _check_model(config: Config) -> None:

@@ -301,3 +301,12 @@ def load_plain_tensors(folder: Path, keys: Collection[str] | None = None) -> dic
     ]
     ItemReader(folder, TorchSaveFraming()).read(plan_load(request, [], index, folder))
     return tensors
+
+
+def load_plain_objects(folder: Path, unique_keys: Collection[str]) -> dict[str, Any]:
+    """Return objects of a complete checkpoint by their keys on disk, on one process."""
+    folder = Path(folder)
+    index = read_index(folder)
+    check_keys(folder, [], [key for key in unique_keys if key not in index.objects])
+    plan = LoadPlan([], [(key, index.objects[key]) for key in unique_keys], [])
+    return ItemReader(folder, TorchSaveFraming()).read(plan)

@@ -25,10 +25,23 @@ from megalite.parallel.layers import traits
 from megalite.utils.dist import Group
 from megalite.utils.errors import CheckpointError
 
-STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+MASTER = "param"
+STATE_KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 """Words under which a parameter's fp32 master and moments are stored: ``optimizer.state.<word>.<model key>``."""
+WORDS_ON_DISK = {word: word for word in STATE_KINDS}
 
 SHARDING_TYPE = "fully_reshardable"
+
+
+GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart, whatever their order in a file."""
+
+
+def group_identity(group: Mapping[str, Any]) -> tuple[float, float, bool, bool]:
+    """Return what a parameter group is recognised by; old files have the names with ``pre_`` in front."""
+    wd_mult, lr_mult, is_expert, is_decoupled = (group.get(name, group.get(f"pre_{name}")) for name in GROUP_IDENTITY)
+    multipliers = (float(1.0 if value is None else value) for value in (wd_mult, lr_mult))
+    return (*multipliers, bool(is_expert), bool(is_decoupled))
 
 
 @dataclass
@@ -200,18 +213,26 @@ class MixedPrecisionOptimizer:
             yield piece, "exp_avg_sq", state["exp_avg_sq"]
 
     def sharded_state_dict(
-        self, model_state: Mapping[str, ShardedTensor | ShardedObject]
+        self,
+        model_state: Mapping[str, ShardedTensor | ShardedObject],
+        word_on_disk: Mapping[str, str] = WORDS_ON_DISK,
+        masters: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, list[ShardedTensor]]:
         """Return the owned pieces as blocks of parameter-shaped global tensors, sharing memory with the optimizer.
 
         ``model_state`` says where each parameter lies. No communication; loading fills the optimizer in place.
+        ``word_on_disk`` names the tensors, those without a name are left out; ``masters`` has, by the number of a
+        piece, a tensor that stands for its master.
         """
         blocks: dict[str, list[ShardedTensor]] = {}
-        for piece, word, flat in self.state_tensors():
+        numbers = {id(piece): number for number, piece in enumerate(self.pieces)}
+        for piece, word, values in self.state_tensors():
+            if word not in word_on_disk:
+                continue
             place = model_state[piece.name]
-            key = f"optimizer.state.{word}.{place.key}"
+            flat = values if word != MASTER or masters is None else masters.get(numbers[id(piece)], values)
             own = sharded_tensors_of_range(
-                key,
+                f"optimizer.state.{word_on_disk[word]}.{place.key}",
                 flat,
                 place,
                 piece.parameter_start,
@@ -233,15 +254,17 @@ class MixedPrecisionOptimizer:
 
     def load_common_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore Adam's step count and the loss scale; learning rate and decay come from the schedule."""
-        saved = {group["wd_mult"]: group for group in state["optimizer"]["param_groups"]}
-        missing = [group["wd_mult"] for group in self.param_groups if group["wd_mult"] not in saved]
-        if missing:
+        groups = state["optimizer"]["param_groups"]
+        saved = {group_identity(group): group for group in groups}
+        missing = [group_identity(group) for group in self.param_groups if group_identity(group) not in saved]
+        if missing or len(saved) != len(groups):
             raise CheckpointError(
-                f"the checkpoint has no optimizer group with wd_mult {missing[0]}, only {sorted(saved)}; "
-                "set checkpoint.no_load_optim to start with fresh optimizer state"
+                f"the checkpoint has optimizer groups with {', '.join(GROUP_IDENTITY)} = {sorted(saved)}, this run "
+                f"needs {[group_identity(group) for group in self.param_groups]}; set checkpoint.no_load_optim to "
+                "start with fresh optimizer state"
             )
         for group in self.param_groups:
             for master in group["params"]:
-                self.adam.state[master]["step"].fill_(float(saved[group["wd_mult"]]["step"]))
-        self.num_steps = int(max(group["step"] for group in saved.values()))
+                self.adam.state[master]["step"].fill_(float(saved[group_identity(group)].get("step", 0)))
+        self.num_steps = max((int(group.get("step", 0)) for group in saved.values()), default=0)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))

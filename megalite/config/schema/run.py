@@ -65,6 +65,10 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = True
     """Stop if ``load`` or ``pretrained_checkpoint`` is given and has no checkpoint; off, start from random weights."""
 
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """Store optimizer state by parameter, for any topology. Off, by gradient bucket, as Megatron does by default: then
+    TP and PP cannot change, and ``use_distributed_optimizer`` must be on."""
+
     ckpt_fully_parallel_save: bool = True
     """Spread what several data-parallel ranks hold over them, so that each writes an equal share."""
 

@@ -1,0 +1,211 @@
+"""In which way a file holds the optimizer: what is asked for, and what is done with the answer.
+
+The file says it, not the run's settings. Each layout ends in the same place: fp32 masters, moments and step counts of
+the pieces that this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megalite.checkpoint.state import TrainState, main_params_request
+from megalite.dist_checkpointing.exchange_utils import agreed
+from megalite.dist_checkpointing.serialization import load_plain_objects
+from megalite.optimizer.bucket_space import DP_RESHARDABLE, BucketSpace
+from megalite.optimizer.optimizer import MASTER, SHARDING_TYPE, WORDS_ON_DISK
+from megalite.utils.dist import agree_any
+from megalite.utils.errors import CheckpointError, TopologyMismatchError
+
+FRESH_START = "start from its weights with checkpoint.no_load_optim or checkpoint.finetune"
+
+
+class OptimizerLayout(Protocol):
+    """One way to hold the optimizer."""
+
+    def request(self, run: TrainState, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves to ask for; ``weights`` says where parameters lie."""
+        ...
+
+    def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+        """Restore what is not filled in place. Collective over all ranks."""
+        ...
+
+
+def layout_of(common: Mapping[str, Any], run: TrainState, folder: Path) -> OptimizerLayout:
+    """Return the layout of a file, from its common part alone; an error if it cannot be read into this run."""
+    args = vars(common["args"])
+    stored = common["optimizer"]
+    kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if 0 in stored or any(str(name).startswith("chained_") for name in stored):
+        raise CheckpointError(f"{folder} holds several optimizers (experts), which this version has not; {FRESH_START}")
+    if kind is None and "content_metadata" not in common and args.get("use_distributed_optimizer"):
+        # Files older than content_metadata had one of two layouts, both given up since.
+        kind = "fully_sharded_model_space" if args.get("ckpt_fully_parallel_save") else "dp_zero_gather_scatter"
+    masters = _Masters(common)
+    if kind == SHARDING_TYPE:
+        return ParameterSpace(WORDS_ON_DISK, masters)
+    if kind == DP_RESHARDABLE:
+        _check_topology(args, run, folder)
+        return Buckets(folder, masters)
+    if kind is None:
+        has_masters = "optimizer" in stored
+        words = {**WORDS_ON_DISK, MASTER: "fp32_param"}
+        if not has_masters:
+            words.pop(MASTER)
+        return ParameterSpace(words, masters)
+    raise CheckpointError(
+        f"{folder} holds its optimizer as {kind}, this version reads {SHARDING_TYPE}, {DP_RESHARDABLE} and optimizers "
+        f"that are not distributed; save it again with Megatron's --dist-ckpt-optim-fully-reshardable, or {FRESH_START}"
+    )
+
+
+def _check_topology(args: Mapping[str, Any], run: TrainState, folder: Path) -> None:
+    saved = tuple(int(args.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
+    now = (run.parallel.tp.size, run.parallel.pp.size)
+    if saved != now:
+        raise TopologyMismatchError(
+            f"{folder} was saved at TP={saved[0]} PP={saved[1]} with its optimizer as {DP_RESHARDABLE}, this run has "
+            f"TP={now[0]} PP={now[1]}. That layout follows from TP and PP: start once at the old sizes with "
+            "checkpoint.dist_ckpt_optim_fully_reshardable on, save, and change the sizes then; or set "
+            "checkpoint.no_load_optim to go on from the weights with fresh moments."
+        )
+
+
+@dataclass
+class _Masters:
+    """Where fp32 masters are read to when they share memory with the weights, and their comparison with the weights.
+
+    A run in fp32 has no masters beside its weights: weights and masters of a file would be read into the same memory.
+    """
+
+    common: Mapping[str, Any]
+    apart: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Number of a piece -> tensor that its master is read into."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote the file, whose masters are then compared with its weights."""
+        return "megalite" not in self.common
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of the weights in the file."""
+        args = vars(self.common["args"])
+        return torch.bfloat16 if args.get("bf16") else torch.float16 if args.get("fp16") else torch.float32
+
+    def prepare(self, run: TrainState) -> dict[int, torch.Tensor]:
+        """Return the tensors that stand for masters in the request."""
+        if not self.is_foreign and self.stored_dtype == torch.float32:
+            # Weights and masters of the file are the same numbers: it does not matter which is read last.
+            return {}
+        self.apart = {
+            number: torch.zeros_like(piece.master)
+            for number, piece in enumerate(run.optimizer.pieces)
+            if _is_shared(piece)
+        }
+        return self.apart
+
+    def settle(self, run: TrainState) -> None:
+        """Compare masters with weights where another program wrote them, then let shared ones be the masters.
+
+        Collective over all ranks.
+        """
+        if self.is_foreign:
+            self._compare(run)
+        for number, values in self.apart.items():
+            run.optimizer.pieces[number].values.copy_(values)
+        if agree_any(bool(self.apart), run.parallel.world) and run.optimizer.shards_over_dp:
+            # Every rank has put its own pieces in place: the others need them as well.
+            for chunk in run.chunks:
+                chunk.start_param_sync()
+            run.finish_param_sync()
+
+    def _compare(self, run: TrainState) -> None:
+        differing: dict[str, int] = {}
+        compared = 0
+        for number, piece in enumerate(run.optimizer.pieces):
+            master = self.apart.get(number, piece.master.detach())
+            rounded = master.to(self.stored_dtype).to(piece.values.dtype)
+            compared += master.numel()
+            if wrong := int((rounded != piece.values.to(self.stored_dtype).to(piece.values.dtype)).sum()):
+                differing[piece.name] = differing.get(piece.name, 0) + wrong
+        totals: dict[str, int] = {}
+        for found in run.parallel.world.all_gather_object(differing):
+            for name, wrong in found.items():
+                totals[name] = totals.get(name, 0) + wrong
+        if totals:
+            names = sorted(totals)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise CheckpointError(
+                f"the checkpoint's fp32 masters are not its weights: {sum(totals.values())} elements differ after "
+                f"rounding to {self.stored_dtype}, in {', '.join(f'{n} ({totals[n]})' for n in names[:5])}{more}. "
+                "Megatron shifts masters like this when it saves fully_reshardable with several padded buckets; the "
+                "weights are right: set checkpoint.no_load_optim, and the masters are set from them"
+            )
+
+
+def _is_shared(piece: Any) -> bool:
+    return piece.master.data_ptr() == piece.values.data_ptr() and piece.values.numel() > 0
+
+
+@dataclass
+class ParameterSpace:
+    """Blocks of parameter-shaped tensors: ``fully_reshardable``, and optimizers that are not distributed."""
+
+    words: Mapping[str, str]
+    masters: _Masters
+
+    def request(self, run: TrainState, weights: Mapping[str, Any]) -> dict[str, Any]:
+        if MASTER not in self.words:
+            # A file in fp32 without masters: those of a run in 16 bits are its weights, before they are rounded.
+            state = run.optimizer.sharded_state_dict(weights, self.words)
+            return {"optimizer_state": state, "main_params": main_params_request(run, weights)}
+        apart = self.masters.prepare(run)
+        return {"optimizer_state": run.optimizer.sharded_state_dict(weights, self.words, apart)}
+
+    def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+        if MASTER in self.words:
+            self.masters.settle(run)
+        run.optimizer.load_common_state_dict(_plain_common(common["optimizer"]))
+
+
+def _plain_common(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return groups with their step, and the scaler, from any of Megatron's ways to keep them."""
+    inner = stored.get("optimizer", stored)
+    common_step = (inner.get("state") or {}).get("common_step", 0)
+    groups = [{"step": common_step, **group} for group in inner["param_groups"]]
+    return {
+        **{name: value for name, value in stored.items() if name == "grad_scaler"},
+        "optimizer": {"param_groups": groups},
+    }
+
+
+@dataclass
+class Buckets:
+    """Flat ranges of gradient buckets: ``dp_reshardable``."""
+
+    folder: Path
+    masters: _Masters
+
+    def request(self, run: TrainState, weights: Mapping[str, Any]) -> dict[str, Any]:
+        space = BucketSpace(run.optimizer)
+        objects = space.objects_request()
+        layout = objects["per_bucket_numel_unpadded"].unique_key
+
+        def tensors() -> list[Any]:
+            stored = load_plain_objects(self.folder, [layout])[layout]
+            return space.tensors_request(stored, self.masters.prepare(run))
+
+        what = f"reading how {self.folder} cut its gradient buckets"
+        return {"optimizer_state": agreed(run.parallel.world, what, tensors), "optimizer_objects": objects}
+
+    def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+        self.masters.settle(run)
+        objects = loaded["optimizer_objects"]
+        scaler = {"grad_scaler": objects["grad_scaler"]} if "grad_scaler" in objects else {}
+        run.optimizer.load_common_state_dict({"optimizer": objects["optimizer"], **scaler})
