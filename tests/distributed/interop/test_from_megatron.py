@@ -13,7 +13,7 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.training.setup import training_run
-from tests.helpers import megatron
+from tests.helpers import megatron, megatron_files
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
     LLAMA,
@@ -41,7 +41,7 @@ def _update_and_save(config: Config, topology: Topology, root: Path) -> LocalSta
     with megatron.megatron_core(topology):
         run = megatron.build(config)
         megatron.update(run, STEPS)
-        megatron.save(run, root, STEPS)
+        megatron_files.save(run, root, STEPS)
         return megatron.local_state(run)
 
 
@@ -50,8 +50,8 @@ def _save_more(config: Config, topology: Topology, root: Path) -> dict[str, torc
     with megatron.megatron_core(topology):
         run = megatron.build(config)
         megatron.update(run, STEPS)
-        megatron.save(run, root, STEPS, is_transformer_engine=True)
-        return megatron.random_states(config.training.seed).data[0]["rng_tracker_states"]
+        megatron_files.save(run, root, STEPS, is_transformer_engine=True)
+        return megatron_files.random_states(config.training.seed).data[0]["rng_tracker_states"]
 
 
 def _random_states_and_losses(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
