@@ -13,7 +13,7 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.training.setup import training_run
-from tests.helpers import megatron
+from tests.helpers import megatron, megatron_files
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
     LLAMA,
@@ -23,7 +23,9 @@ from tests.helpers.runs import (
     global_state,
     local_state,
     make_config,
+    read_with_dcp,
     run_steps,
+    stored_tensor,
     unequal,
 )
 
@@ -41,7 +43,7 @@ def _update_and_save(config: Config, topology: Topology, root: Path) -> LocalSta
     with megatron.megatron_core(topology):
         run = megatron.build(config)
         megatron.update(run, STEPS)
-        megatron.save(run, root, STEPS)
+        megatron_files.save(run, root, STEPS)
         return megatron.local_state(run)
 
 
@@ -50,8 +52,21 @@ def _save_more(config: Config, topology: Topology, root: Path) -> dict[str, torc
     with megatron.megatron_core(topology):
         run = megatron.build(config)
         megatron.update(run, STEPS)
-        megatron.save(run, root, STEPS, is_transformer_engine=True)
-        return megatron.random_states(config.training.seed).data[0]["rng_tracker_states"]
+        megatron_files.save(run, root, STEPS, is_transformer_engine=True)
+        return megatron_files.random_states(config.training.seed).data[0]["rng_tracker_states"]
+
+
+def _save_many_buckets(config: Config, topology: Topology, root: Path) -> LocalState:
+    with megatron.megatron_core(topology):
+        run = megatron.build(config, bucket_size=5_000)
+        megatron.update(run, STEPS)
+        megatron_files.save(run, root, STEPS)
+        return megatron.local_state(run)
+
+
+def _load_state(config: Config) -> LocalState:
+    with training_run(config) as ctx:
+        return local_state(ctx)
 
 
 def _random_states_and_losses(config: Config) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -112,6 +127,21 @@ def test_random_states_of_megatron_are_restored_and_what_only_it_uses_is_passed_
         assert states.keys() == saved[rank % 2].keys()
         assert all(torch.equal(states[name], saved[rank % 2][name]) for name in states)
         assert losses == ranks[0][1]
+
+
+def test_weights_can_be_taken_where_megatron_stored_wrong_masters(tmp_path: Path) -> None:
+    source = (1, 1, 2)
+    saved = global_state(run_on_ranks(2, _save_many_buckets, make_config(BF16, topology=source), source, tmp_path))
+    stored = read_with_dcp(tmp_path / f"iter_{STEPS:07d}")
+    masters = [name for name in saved if name.startswith("param.")]
+    # megatron-core's fault: what follows a bucket with padding at its end is shifted.
+    assert any(not torch.equal(stored_tensor(stored, name)[: len(saved[name])], saved[name]) for name in masters)
+    load = {"checkpoint": {"load": str(tmp_path), "no_load_optim": True}}
+    loaded = global_state(run_on_ranks(2, _load_state, make_config(BF16, load, topology=(2, 1, 1))))
+    for name in masters:
+        weight = name.removeprefix("param.")
+        assert torch.equal(loaded[weight], saved[weight])
+        assert torch.equal(loaded[name], saved[weight].float())
 
 
 @pytest.mark.slow

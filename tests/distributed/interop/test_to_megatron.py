@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.parallel.random import DropoutContext
 from megalite.training.setup import training_run
 from megalite.training.step import train_step
-from tests.helpers import megatron
+from tests.helpers import megatron, megatron_files
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
     LLAMA,
@@ -69,7 +69,7 @@ def _load_each(topologies: list[Topology], changes: tuple[dict[str, Any], ...], 
         config = make_config(*changes, topology=topology)
         with megatron.megatron_core(topology):
             run = megatron.build(config)
-            loaded = megatron.load(run, folder)
+            loaded = megatron_files.load(run, folder)
             scheduler = megatron.scheduler_from(run, loaded["opt_param_scheduler"])
             adam = run.distributed_optimizer.optimizer
             groups = [{k: v for k, v in group.items() if k != "params"} for group in adam.param_groups]
@@ -196,7 +196,7 @@ def _train_save_and_go_on(config: Config) -> NextStep:
 def _go_on_with_megatron(config: Config, folder: Path, batch: dict[str, torch.Tensor]) -> NextStep:
     with megatron.megatron_core((1, 1, 1)):
         run = megatron.build(config)
-        megatron.load(run, folder)
+        megatron_files.load(run, folder)
         losses = megatron.train_step(run, batch["tokens"], batch["position_ids"], batch["labels"])
         return NextStep(losses, megatron.local_state(run), batch)
 
