@@ -53,7 +53,8 @@ class _Warnings(logging.Handler):
 
 def _resume(config: Config) -> tuple[LocalState, torch.Tensor, list[str]]:
     heard = _Warnings()
-    logging.getLogger("megalite").addHandler(heard)
+    # Not on the package's logger: setting up the log replaces its handlers.
+    logging.getLogger("megalite.checkpoint").addHandler(heard)
     with training_run(config) as ctx:
         return local_state(ctx), ctx.state.tracker.get_states()["model-parallel-rng"], heard.texts
 
