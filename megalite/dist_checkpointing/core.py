@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalite.utils.errors import CheckpointError
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
 MARKER_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
@@ -37,14 +37,14 @@ def read_marker(folder: Path) -> CheckpointingConfig:
         text = path.read_bytes()
     except FileNotFoundError as error:
         found = "holds no metadata.json, so its save did not finish" if path.parent.is_dir() else "does not exist"
-        raise CheckpointError(f"{path.parent} {found}; choose another step or save again") from error
+        raise DamagedCheckpointError(f"{path.parent} {found}; choose another step or save again") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}; check the file and its permissions") from error
     try:
         values = json.loads(text)
         config = CheckpointingConfig(**values)
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} is not a valid marker: {error}; the checkpoint is damaged, use another"
         ) from error
     declared = {
@@ -55,7 +55,7 @@ def read_marker(folder: Path) -> CheckpointingConfig:
     }
     for name, kind in declared.items():
         if type(getattr(config, name)) is not kind:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path}: {name} is {getattr(config, name)!r}, expected {kind.__name__}; the checkpoint is damaged, "
                 "use another"
             )

@@ -21,7 +21,7 @@ import numpy as np
 
 from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE
 from megalite.dist_checkpointing.strategies.base import Piece
-from megalite.utils.errors import CheckpointError, ConfigError
+from megalite.utils.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 Integrity = Literal["off", "xxh3", "sha256"]
 
@@ -132,7 +132,7 @@ class BlockHashes:
         """Raise CheckpointError when the bytes of an item are not those that were written."""
         expected = self._places.get((file, start, len(data)))
         if expected is None:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.where} has no hash for bytes {start} to {start + len(data)} of {file} ({name}): the manifest "
                 "is of another save; use another checkpoint"
             )
@@ -140,7 +140,7 @@ class BlockHashes:
         for number, (one, other) in enumerate(zip(found, self._hashes[expected].tolist(), strict=True)):
             if one != other:
                 first = start + number * BLOCK
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{name} is damaged: bytes {first} to {min(first + BLOCK, start + len(data))} of {file} have hash "
                     f"{one:016x}, {self.where} says {other:016x}; use another checkpoint"
                 )
@@ -170,7 +170,7 @@ def _parse_blocks(data: bytes, where: str) -> tuple[np.ndarray, dict[tuple[str, 
         }
     # A damaged file can make the parser raise nearly anything.
     except Exception as error:
-        raise CheckpointError(f"{where} is damaged: {error}; use another checkpoint") from error
+        raise DamagedCheckpointError(f"{where} is damaged: {error}; use another checkpoint") from error
     return hashes, places
 
 
@@ -183,9 +183,9 @@ def parse_sha256(data: bytes, where: str) -> dict[str, str]:
             re.fullmatch("[0-9a-f]{64}", value) and Path(name).name == name for name, value in files.items()
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not a manifest: {error!r}; use another checkpoint") from error
+        raise DamagedCheckpointError(f"{where} is not a manifest: {error!r}; use another checkpoint") from error
     if algorithm != "sha256" or not well_formed:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where} has algorithm {algorithm!r} or malformed entries, this reader knows sha256 of files in the "
             "folder; use another checkpoint"
         )

@@ -30,10 +30,11 @@ from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves
 from megalite.dist_checkpointing.strategies.base import CheckpointIndex, LoadPlan
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.fully_parallel import checked_share, describe, exchange_shares
+from megalite.dist_checkpointing.strategies.index import check_index, parse_index
 from megalite.dist_checkpointing.strategies.parallel_load import ExchangeAlgo, PieceExchange
 from megalite.dist_checkpointing.strategies.planning import blocks_of, merge_blocks
 from megalite.dist_checkpointing.strategies.reader import ItemReader
-from megalite.dist_checkpointing.strategies.torch_dist import parse_index, plan_load
+from megalite.dist_checkpointing.strategies.torch_dist import plan_load
 from megalite.dist_checkpointing.validation import (
     StrictHandling,
     check_exactly_once,
@@ -42,7 +43,7 @@ from megalite.dist_checkpointing.validation import (
     shown_names,
 )
 from megalite.utils.dist import Group
-from megalite.utils.errors import CheckpointError
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,9 @@ def load(
 
     def parse() -> tuple[dict, CheckpointIndex, ShardedLeaves, BlockHashes | None]:
         index = parse_index(header.index, str(folder / INDEX_FILE))
+        if group.is_first:
+            # One rank looks at the whole: every chunk once, no byte in two items.
+            check_index(index, str(folder / INDEX_FILE))
         has_blocks = options.verify_integrity == "xxh3" and header.hashes is not None
         hashes = BlockHashes(header.hashes, str(folder / XXH3_FILE)) if has_blocks else None
         return _parse_common(header.common, folder), index, ShardedLeaves(sharded_state_dict), hashes
@@ -144,7 +148,7 @@ def _small_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another") from error
+        raise DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another") from error
 
 
 def _verify_files(header: _Header, folder: Path, group: Group, options: LoadOptions) -> None:
@@ -159,13 +163,15 @@ def _verify_files(header: _Header, folder: Path, group: Group, options: LoadOpti
     found = agreed(group, f"verifying {folder}", verify)
     findings = sorted(sum(group.all_gather_object(found), []))
     if findings:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(findings)}; use another checkpoint")
+        raise DamagedCheckpointError(f"{folder} is damaged: {'; '.join(findings)}; use another checkpoint")
 
 
 def _parse_common(data: bytes, folder: Path) -> dict:
     common = load_archive(data, str(folder / COMMON_FILE))
     if not isinstance(common, dict):
-        raise CheckpointError(f"{folder / COMMON_FILE} holds a {type(common).__name__}, expected a dict; use another")
+        raise DamagedCheckpointError(
+            f"{folder / COMMON_FILE} holds a {type(common).__name__}, expected a dict; use another"
+        )
     return common
 
 
@@ -286,7 +292,9 @@ def load_sharded_metadata(folder: Path) -> dict[str, ShardedTensor | ShardedObje
 def read_index(folder: Path) -> CheckpointIndex:
     """Return where every item of a complete checkpoint lies."""
     folder = Path(folder)
-    return parse_index(_read_header(folder, LoadOptions()).index, str(folder / INDEX_FILE))
+    index = parse_index(_read_header(folder, LoadOptions()).index, str(folder / INDEX_FILE))
+    check_index(index, str(folder / INDEX_FILE))
+    return index
 
 
 def load_plain_tensors(folder: Path, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:

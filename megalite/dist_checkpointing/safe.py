@@ -13,17 +13,15 @@ import io
 import pathlib
 import pickle
 import re
-import struct
 import types
-import zipfile
-import zlib
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import torch
 
-from megalite.utils.errors import CheckpointError
+from megalite.dist_checkpointing.archive import check_records, find_records
+from megalite.utils.errors import DamagedCheckpointError
 
 FOREIGN_PREFIXES = ("megatron.", "nvidia_resiliency_ext.")
 
@@ -83,15 +81,31 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which an index has no use for")
 
 
+_SHOWN_TEXT = 200
+
+
+def shown(value: Any) -> str:
+    """Return a value of a stranger's file for a message: short, whatever it is."""
+    if isinstance(value, str):
+        return value if len(value) <= _SHOWN_TEXT and value.isprintable() else ascii(value[:_SHOWN_TEXT])
+    if value is None or (type(value) is int and value.bit_length() <= 128):
+        return str(value)
+    if type(value) is tuple and len(value) <= 8 and all(type(part) is int for part in value):
+        return f"({', '.join(shown(part) for part in value)}{',' * (len(value) == 1)})"
+    return f"a {type(value).__name__}"
+
+
 def unpickle_index(data: bytes, where: str) -> Record:
     """Return the pickled index as inert records; CheckpointError when it is damaged or names anything else."""
     try:
         found = _IndexUnpickler(data).load()
     # Bytes of a stranger can make the unpickler raise nearly anything.
     except Exception as error:
-        raise CheckpointError(f"{where} is damaged or hostile: {error}; do not use this checkpoint") from error
+        raise DamagedCheckpointError(f"{where} is damaged or hostile: {error}; do not use this checkpoint") from error
     if not isinstance(found, Record):
-        raise CheckpointError(f"{where} holds a {type(found).__name__}, expected an index; do not use this checkpoint")
+        raise DamagedCheckpointError(
+            f"{where} holds a {type(found).__name__}, expected an index; do not use this checkpoint"
+        )
     return found
 
 
@@ -101,31 +115,13 @@ def archive_sizes(data: bytes, where: str) -> dict[str, int]:
     CheckpointError when it is no archive, is cut short, or a checksum differs. A checksum of 0 was not computed.
     """
     view = memoryview(data)
-    sizes: dict[str, int] = {}
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-        for entry in entries:
-            name_length, extra_length = struct.unpack_from("<HH", view, entry.header_offset + 26)
-            start = entry.header_offset + 30 + name_length + extra_length
-            stored = view[start : start + entry.file_size]
-            if entry.compress_type != zipfile.ZIP_STORED or len(stored) != entry.file_size or entry.filename in sizes:
-                raise CheckpointError(
-                    f"{where} is damaged: record {entry.filename} is compressed, repeated or cut short; use another "
-                    "checkpoint"
-                )
-            if entry.CRC and zlib.crc32(stored) != entry.CRC:
-                raise CheckpointError(
-                    f"{where} is damaged: the checksum of record {entry.filename} is {zlib.crc32(stored):08x}, its "
-                    f"archive says {entry.CRC:08x}; use another checkpoint"
-                )
-            sizes[entry.filename] = entry.file_size
-    except CheckpointError:
-        raise
-    # Bytes of a stranger can make the parser raise nearly anything.
-    except Exception as error:
-        raise CheckpointError(f"{where} is damaged: {error}; use another checkpoint") from error
-    return sizes
+
+    def read(start: int, length: int) -> memoryview:
+        return view[start : start + length]
+
+    records = find_records(read, len(view), where)
+    check_records(read, records, where)
+    return {record.name: record.size for record in records}
 
 
 def load_archive(data: bytes, where: str) -> Any:
@@ -152,7 +148,7 @@ def load_checked_archive(data: bytes, where: str) -> Any:
         # torch explains at length how to load without protection; its last line but one says what is wrong.
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         detail = f"it names {names}" if names else reason[1] if reason else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{where} is damaged or hostile: {detail}; do not use this checkpoint") from error
+        raise DamagedCheckpointError(f"{where} is damaged or hostile: {detail}; do not use this checkpoint") from error
 
 
 def _plain_classes() -> list[Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint import load as load_module
 from megalite.checkpoint import manager as manager_module
 from megalite.checkpoint.paths import TRACKER, iteration_folder, read_tracker
 from megalite.checkpoint.save import state_to_save
 from megalite.config.loader import UnresolvedConfig, config_from_dict, config_to_dict
 from megalite.config.schema import Config
 from megalite.training.setup import training_run
-from megalite.utils.errors import CheckpointError, DamagedCheckpointError, MegaliteError
+from megalite.utils.errors import CheckpointError, MegaliteError
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import LocalState, Topology, global_state, local_state, make_config, run_steps, unequal
 
@@ -61,28 +58,8 @@ def _agreed_refusal(world_size: int, config: Config | UnresolvedConfig) -> tuple
 # An older step in place of a damaged one
 
 
-@contextmanager
-def _damage_is_told_apart() -> Iterator[None]:
-    """Let damaged items be reported as such by whatever reads them."""
-    real = load_module.load
-
-    def load(*args: Any, **options: Any) -> dict:
-        try:
-            return real(*args, **options)
-        except CheckpointError as error:
-            if "is damaged" not in str(error):
-                raise
-            raise DamagedCheckpointError(str(error)) from error
-
-    load_module.load = load
-    try:
-        yield
-    finally:
-        load_module.load = real
-
-
 def _resume(config: Config) -> tuple[int, int, LocalState]:
-    with _damage_is_told_apart(), training_run(config) as ctx:
+    with training_run(config) as ctx:
         return ctx.progress.iteration, ctx.state.optimizer.num_steps, local_state(ctx)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megalite.dist_checkpointing.strategies.base import Piece
-from megalite.utils.errors import CheckpointError
+from megalite.utils.errors import DamagedCheckpointError
 from megalite.utils.files import FaultHook, no_fault
 
 
@@ -59,9 +59,11 @@ class FileSource:
             present = os.fstat(self._file.fileno()).st_size
             data = self._file.read(length) if offset + length <= present else b""
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another") from error
+            raise DamagedCheckpointError(
+                f"cannot read {path}: {error}; the checkpoint is damaged, use another"
+            ) from error
         if len(data) != length:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} is cut short: it has {present} bytes, the index needs {offset + length}; use another "
                 "checkpoint"
             )
@@ -70,13 +72,15 @@ class FileSource:
     def _open(self, file: str) -> None:
         self.close()
         if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{self._folder}: the index names {file!r}, not a file of the folder; do not use it")
+            raise DamagedCheckpointError(
+                f"{self._folder}: the index names {file!r}, not a file of the folder; do not use it"
+            )
         path = self._folder / file
         root = os.path.realpath(self._folder)
         if os.path.dirname(os.path.realpath(path)) != root:
-            raise CheckpointError(f"{path} is a link out of the checkpoint folder; do not use this checkpoint")
+            raise DamagedCheckpointError(f"{path} is a link out of the checkpoint folder; do not use this checkpoint")
         if os.path.exists(path) and not os.path.isfile(path):
-            raise CheckpointError(f"{path} is not a regular file; do not use this checkpoint")
+            raise DamagedCheckpointError(f"{path} is not a regular file; do not use this checkpoint")
         self._file = open(path, "rb")
         self._name = file
 

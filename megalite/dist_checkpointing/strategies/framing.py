@@ -19,7 +19,7 @@ import torch
 from megalite.dist_checkpointing.mapping import Shape
 from megalite.dist_checkpointing.safe import archive_sizes, load_archive, load_checked_archive
 from megalite.dist_checkpointing.strategies.base import Piece
-from megalite.utils.errors import CheckpointError
+from megalite.utils.errors import DamagedCheckpointError
 
 _ALIGNMENT = 64
 _FIELD_LIMIT = 0xFFFFFFFF
@@ -56,7 +56,7 @@ class TorchSaveFraming:
         expected = math.prod(shape) * dtype.itemsize
         # Checked before torch builds the tensor: old versions trusted the pickle about the size of the storage.
         if storage < expected:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{where} holds {storage} bytes of elements, {dtype} {shape} needs {expected}; use another checkpoint"
             )
         tensor = load_checked_archive(data, where)
@@ -64,13 +64,15 @@ class TorchSaveFraming:
             found = (
                 f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             )
-            raise CheckpointError(f"{where} holds {found}, the index says {dtype} {shape}; use another checkpoint")
+            raise DamagedCheckpointError(
+                f"{where} holds {found}, the index says {dtype} {shape}; use another checkpoint"
+            )
         return tensor
 
     def parse_object(self, data: bytes, where: str) -> Any:
         value = load_archive(data, where)
         if not isinstance(value, list) or len(value) != 1:
-            raise CheckpointError(f"{where} holds no list of one object; use another checkpoint")
+            raise DamagedCheckpointError(f"{where} holds no list of one object; use another checkpoint")
         return value[0]
 
     def _around(self, dtype: torch.dtype, shape: Shape, checksum: int) -> tuple[bytes, bytes]:

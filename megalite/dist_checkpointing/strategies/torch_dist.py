@@ -19,18 +19,15 @@ import numpy as np
 import torch
 
 from megalite.dist_checkpointing.mapping import Shape, ShardedObject, ShardedTensor, volume
-from megalite.dist_checkpointing.safe import Record, unpickle_index
 from megalite.dist_checkpointing.strategies.base import (
     CheckpointIndex,
     ChunkRead,
     Copy,
     GlobalSavePlan,
     LoadPlan,
-    StoredChunk,
-    StoredItem,
     StoredTensor,
 )
-from megalite.utils.errors import CheckpointError
+from megalite.utils.errors import DamagedCheckpointError
 
 # What torch writes into Metadata.version since it has that field.
 _DCP_VERSION = "1.0.0"
@@ -77,69 +74,6 @@ class IndexWriter:
         known = {field.name for field in dataclasses.fields(dcp.Metadata)}
         metadata = dcp.Metadata(**{name: value for name, value in values.items() if name in known})
         return pickle.dumps(metadata, protocol=4)
-
-
-def parse_index(data: bytes, where: str) -> CheckpointIndex:
-    """Return the content of ``.metadata``; CheckpointError when it is damaged, hostile or contradicts itself."""
-    found = unpickle_index(data, where)
-    try:
-        return _parse_index(found, where)
-    except CheckpointError:
-        raise
-    # The unpickled structure may be of any shape: a list where a dict belongs, an attribute that is not there.
-    except Exception as error:
-        raise CheckpointError(f"{where} is not a valid index: {error!r}; do not use this checkpoint") from error
-
-
-def _parse_index(found: Record, where: str) -> CheckpointIndex:
-    places: dict[tuple[str, Shape | None], StoredItem] = {}
-    for place, info in found.storage_data.items():
-        offset = getattr(place, "offset", None)
-        item = StoredItem(info.relative_path, info.offset, info.length)
-        plain = isinstance(item.file, str) and Path(item.file).name == item.file and item.file not in ("", ".", "..")
-        if not plain or "\0" in item.file:
-            raise CheckpointError(
-                f"{where} places {place.fqn} in {item.file!r}, which is not a file of the folder; do not use this "
-                "checkpoint"
-            )
-        if not (_is_shape((item.offset, item.length))) or getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{where}: {place.fqn} has byte range ({item.offset!r}, {item.length!r}) or is transformed; only plain "
-                "items can be read"
-            )
-        places[place.fqn, None if offset is None else tuple(offset)] = item
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, StoredItem] = {}
-    for key, entry in found.state_dict_metadata.items():
-        if entry.name.endswith(".BytesStorageMetadata"):
-            objects[key] = places[key, None]
-            continue
-        chunks = [_parse_chunk(key, chunk, entry.size, places, where) for chunk in entry.chunks]
-        tensors[key] = StoredTensor(tuple(entry.size), _parse_dtype(entry.properties), chunks)
-    return CheckpointIndex(tensors, objects)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(number) is int and 0 <= number < 2**62 for number in value)
-
-
-def _parse_chunk(key: str, chunk: Record, shape: Shape, places: dict, where: str) -> StoredChunk:
-    offset, sizes = chunk.offsets, chunk.sizes
-    fits = all(_is_shape(value) for value in (shape, offset, sizes)) and len(shape) == len(offset) == len(sizes)
-    if not fits or any(start + size > whole for start, size, whole in zip(offset, sizes, shape, strict=True)):
-        raise CheckpointError(
-            f"{where}: chunk {sizes} at {offset} of {key} leaves shape {shape}; use another checkpoint"
-        )
-    if (key, offset) not in places:
-        raise CheckpointError(f"{where} does not say where chunk {offset} of {key} lies; use another checkpoint")
-    return StoredChunk(offset, sizes, places[key, offset])
-
-
-def _parse_dtype(properties: Record) -> torch.dtype:
-    dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}")
-    return dtype
 
 
 def plan_load(
@@ -205,7 +139,7 @@ def _plan_tensor(name: str, stored: StoredTensor, blocks: list[ShardedTensor]) -
             found += volume(sizes)
         expected = _stored_volume(leaf, stored.shape)
         if found != expected:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{name}: the stored chunks hold {found} elements for the {expected} of block {leaf.chunk_shape} at "
                 f"{leaf.global_offset}; the index is damaged, use another checkpoint"
             )

@@ -70,6 +70,11 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "no marker": lambda step: (step / "metadata.json").unlink(),
     "broken marker": lambda step: _cut(step / "metadata.json"),
     "flipped common part": lambda step: _flip(step / "common.pt"),
+    "flipped data": lambda step: _flip(step / "__0_0.distcp"),
+    "cut data": lambda step: _cut(step / "__0_0.distcp"),
+    "no data": lambda step: (step / "__0_0.distcp").unlink(),
+    "flipped index": lambda step: _flip(step / ".metadata"),
+    "no index": lambda step: (step / ".metadata").unlink(),
     "no common part": lambda step: (step / "common.pt").unlink(),
     "common part of another step": lambda step: shutil.copy(step.parent / "iter_0000001" / "common.pt", step),
 }
@@ -98,7 +103,7 @@ def test_the_next_older_step_is_taken_and_the_refused_one_is_named(
         assert (ctx.state.optimizer.num_steps, ctx.state.scheduler.num_steps) == (2, 16)
     (warning,) = _warnings(quiet_setup)
     assert warning.startswith(f"iteration 3 in {damaged} is damaged and not used: ")
-    assert "missing" in warning or "incomplete" in warning or str(damaged / "common.pt") in warning
+    assert "missing" in warning or "incomplete" in warning or str(damaged) in warning
     assert _contents(save) == before
 
 

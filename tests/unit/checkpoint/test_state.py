@@ -110,8 +110,10 @@ def test_saving_waits_for_parameters_that_are_still_gathered(
 
 
 def test_content_metadata_is_megatrons() -> None:
-    assert content_metadata(False) == {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    assert content_metadata(True)["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert content_metadata(None) == {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    for layout, flags in (("fully_reshardable", 2), ("dp_reshardable", 1)):
+        content = content_metadata(layout)
+        assert content["distrib_optim_sharding_type"] == layout and len(content) == 2 + flags
 
 
 def test_padding_rows_are_known_for_weights_and_optimizer(state: TrainState) -> None:
