@@ -62,7 +62,22 @@ def _all_random_states(folder: Path) -> dict[str, Any]:
     return {key: ShardedObject.empty_from_unique_key(key) for key in cells[dist.get_rank() :: dist.get_world_size()]}
 
 
-def save(run: MegatronRun, root: Path, iteration: int, *, is_transformer_engine: bool = False) -> None:
+BUCKET_METADATA = {
+    "distrib_optim_sharding_type": "dp_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""The same without that flag."""
+
+
+def save(
+    run: MegatronRun,
+    root: Path,
+    iteration: int,
+    *,
+    is_transformer_engine: bool = False,
+    metadata: dict[str, Any] = METADATA,
+) -> None:
     """Write ``run`` into a folder below ``root`` as Megatron's trainer does, fully parallel. Collective.
 
     With ``is_transformer_engine`` the objects are there that Megatron adds with Transformer Engine, and rerun states.
@@ -75,13 +90,13 @@ def save(run: MegatronRun, root: Path, iteration: int, *, is_transformer_engine:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    state = _common_state(run, iteration) | _sharded_state(run, METADATA, is_loading=False)
+    state = _common_state(run, iteration) | _sharded_state(run, metadata, is_loading=False)
     state["rng_state"] = random_states(run.config.training.seed)
     if is_transformer_engine:
         _add_objects_of_transformer_engine(state)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
-    dist_checkpointing.save(state, str(folder), strategy, content_metadata=dict(METADATA))
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=dict(metadata))
     if dist.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     dist.barrier()

@@ -13,6 +13,7 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.training.setup import training_run
+from megalite.utils.errors import CheckpointError
 from tests.helpers import megatron, megatron_files
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
@@ -62,6 +63,12 @@ def _save_many_buckets(config: Config, topology: Topology, root: Path) -> LocalS
         megatron.update(run, STEPS)
         megatron_files.save(run, root, STEPS)
         return megatron.local_state(run)
+
+
+def _refusal(config: Config) -> str:
+    with pytest.raises(CheckpointError) as caught, training_run(config):
+        pass
+    return str(caught.value)
 
 
 def _load_state(config: Config) -> LocalState:
@@ -129,13 +136,16 @@ def test_random_states_of_megatron_are_restored_and_what_only_it_uses_is_passed_
         assert losses == ranks[0][1]
 
 
-def test_weights_can_be_taken_where_megatron_stored_wrong_masters(tmp_path: Path) -> None:
+def test_masters_that_megatron_stored_wrong_are_refused_and_its_weights_can_be_taken(tmp_path: Path) -> None:
     source = (1, 1, 2)
     saved = global_state(run_on_ranks(2, _save_many_buckets, make_config(BF16, topology=source), source, tmp_path))
     stored = read_with_dcp(tmp_path / f"iter_{STEPS:07d}")
     masters = [name for name in saved if name.startswith("param.")]
     # megatron-core's fault: what follows a bucket with padding at its end is shifted.
     assert any(not torch.equal(stored_tensor(stored, name)[: len(saved[name])], saved[name]) for name in masters)
+    refused = make_config(BF16, {"checkpoint": {"load": str(tmp_path)}}, topology=(2, 1, 1))
+    (refusal,) = set(run_on_ranks(2, _refusal, refused))
+    assert "masters are not its weights" in refusal and "checkpoint.no_load_optim" in refusal
     load = {"checkpoint": {"load": str(tmp_path), "no_load_optim": True}}
     loaded = global_state(run_on_ranks(2, _load_state, make_config(BF16, load, topology=(2, 1, 1))))
     for name in masters:
