@@ -49,14 +49,18 @@ class PieceExchange:
         self._own = [
             Piece(ids[block], first, end, int((end - first) * holdings.row_bytes[block]))
             for block, first, end, copies in share.tolist()
-            if copies > 1
+            if copies > 1 and holdings.row_bytes[block]
         ]
-        device = leaves[0].data.device if leaves else torch.device("cpu")
-        self._device = device
+        self._has_cuda = any(leaf.data.is_cuda for leaf in leaves)
+        self._device = torch.device("cpu")
 
     def run(self, algorithm: ExchangeAlgo) -> None:
         """Fill all copies. Collective over the group."""
-        pieces: list[list[Piece]] = self.group.all_gather_object(self._own)
+        gathered = self.group.all_gather_object((self._has_cuda, self._own))
+        if any(has_cuda for has_cuda, _ in gathered):
+            # One device for all, whatever a rank's own tensors are on: it chooses the backend of the exchange.
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        pieces: list[list[Piece]] = [own for _, own in gathered]
         exchanges: dict[str, Callable[[list[list[Piece]]], None]] = {
             "broadcast": self._broadcast,
             "gather_rounds": self._gather_rounds,
@@ -93,12 +97,12 @@ class PieceExchange:
 
     def _bytes_of(self, piece: Piece) -> torch.Tensor:
         leaf = self._holders[piece.id][0].rows(piece.first, piece.end)
-        return leaf.data.detach().contiguous().reshape(-1).view(torch.uint8)
+        return leaf.data.detach().contiguous().reshape(-1).view(torch.uint8).to(self._device)
 
     def _place(self, piece: Piece, data: torch.Tensor) -> None:
         for leaf in self._targets(piece):
-            values = data.to(leaf.data.device).clone().view(leaf.dtype).view(leaf.data.shape)
-            leaf.data.detach().copy_(values)
+            # Copied first: a part of a longer buffer need not be aligned for the leaf's type.
+            leaf.data.detach().copy_(data.clone().view(leaf.dtype).view(leaf.data.shape))
 
     def _targets(self, piece: Piece) -> Iterator[ShardedTensor]:
         for leaf in self._holders.get(piece.id, ()):
