@@ -7,9 +7,9 @@ import torch
 
 from megalite.dist_checkpointing.core import is_complete
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megalite.dist_checkpointing.serialization import load, save, write_marker
+from megalite.dist_checkpointing.serialization import LoadOptions, load, save, write_marker
 from megalite.utils.dist import world_group
-from megalite.utils.errors import CheckpointError, MegaliteError, PeerError, SaveError
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError, MegaliteError, PeerError, SaveError
 from tests.helpers.ranks import run_on_ranks
 
 RANKS = 3
@@ -133,11 +133,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _load_edited(path, edit):
+def _load_edited(path, edit, options=None):
     group = world_group()
     state = _state(group, fill=0.0)
     edit(state, group)
-    return _outcome(lambda: load(state, path, group=group))
+    return _outcome(lambda: load(state, path, group=group, options=options))
 
 
 def _nothing(state, group):
@@ -172,7 +172,13 @@ def test_differing_keys_and_shapes_are_one_error_on_all_ranks(folder, edit, mess
 
 
 def test_key_asked_for_by_one_rank_only_is_not_missing(folder):
-    assert run_on_ranks(RANKS, _load_edited, folder, _only_one_asks) == [None] * RANKS
+    partial = LoadOptions(validate_access_integrity=False)
+    assert run_on_ranks(RANKS, _load_edited, folder, _only_one_asks, partial) == [None] * RANKS
+
+
+def test_part_of_a_tensor_that_no_rank_asks_for_is_an_error(folder):
+    (outcome,) = set(run_on_ranks(RANKS, _load_edited, folder, _only_one_asks))
+    assert outcome[0] is CheckpointError and "w: 2 of 6 elements of global shape (6,) are asked for" in outcome[1]
 
 
 def _only_one_asks(state, group):
@@ -187,13 +193,13 @@ def test_damaged_file_is_one_error_on_all_ranks(folder, file, length):
     assert run_on_ranks(RANKS, _load_edited, folder, _nothing) == [None] * RANKS
     (folder / file).write_bytes((folder / file).read_bytes()[:length])
     (outcome,) = set(run_on_ranks(RANKS, _load_edited, folder, _nothing))
-    assert outcome[0] is CheckpointError and file in outcome[1]
+    assert outcome[0] is DamagedCheckpointError and file in outcome[1]
 
 
 def test_incomplete_folder_is_one_error_on_all_ranks(folder):
     (folder / "metadata.json").unlink()
     (outcome,) = set(run_on_ranks(RANKS, _load_edited, folder, _nothing))
-    assert outcome[0] is CheckpointError and "did not finish" in outcome[1]
+    assert outcome[0] is DamagedCheckpointError and "did not finish" in outcome[1]
 
 
 def _save_into_own_folder(path):
