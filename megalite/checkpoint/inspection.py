@@ -19,7 +19,7 @@ import torch
 from megalite.checkpoint.paths import iteration_folder, read_tracker, step_folder
 from megalite.checkpoint.sniff import StepFormat, format_of
 from megalite.dist_checkpointing.archive import check_records, find_records
-from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_marker
+from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_entry, read_marker
 from megalite.dist_checkpointing.integrity import SHA256_FILE, XXH3_FILE, verify_manifests
 from megalite.dist_checkpointing.mapping import ShardedTensor
 from megalite.dist_checkpointing.serialization import load_common_state_dict, read_index
@@ -200,7 +200,7 @@ def verify(folder: Path) -> list[Json]:
         except CheckpointError as error:
             found(str(error), file=name)
     try:
-        index, problems = survey_index((folder / INDEX_FILE).read_bytes(), str(folder / INDEX_FILE))
+        index, problems = survey_index(read_entry(folder / INDEX_FILE), str(folder / INDEX_FILE))
     except (OSError, CheckpointError) as error:
         found(f"cannot read {folder / INDEX_FILE}: {error}", file=INDEX_FILE)
     else:

@@ -15,10 +15,13 @@ from typing import Literal
 
 from megalite.dist_checkpointing.core import is_complete
 from megalite.utils.errors import CheckpointError
+from megalite.utils.files import read_regular_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE: Literal["release"] = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+
+_MOST_OF_TRACKER = 1 << 16
 
 Step = int | Literal["release"]
 """An iteration, or weights that belong to none: the word stands in the tracker and is the name of the folder."""
@@ -47,7 +50,7 @@ def read_tracker(root: Path) -> Step | None:
     """
     path = root / TRACKER
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        text = read_regular_file(path, _MOST_OF_TRACKER).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

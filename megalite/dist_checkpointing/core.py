@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError
+from megalite.utils.files import read_regular_file
 
 MARKER_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
+_MOST_OF_MARKER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,27 @@ class CheckpointingConfig:
 TORCH_DIST = CheckpointingConfig("torch_dist")
 
 
+def read_entry(path: Path, limit: int | None = None) -> bytes:
+    """Return the content of a file of a checkpoint folder.
+
+    OSError when it is no regular file or longer than ``limit``; DamagedCheckpointError when it is a link out of the
+    folder.
+    """
+    require_inside(path)
+    return read_regular_file(path, limit)
+
+
+def require_inside(path: Path) -> None:
+    """Raise DamagedCheckpointError when an entry of a checkpoint folder is a link to what lies elsewhere."""
+    if os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
+        raise DamagedCheckpointError(f"{path} is a link out of the checkpoint folder; do not use this checkpoint")
+
+
 def read_marker(folder: Path) -> CheckpointingConfig:
     """Return the marker of ``folder``; CheckpointError when the folder, the marker or its content is not valid."""
     path = Path(folder) / MARKER_FILE
     try:
-        text = path.read_bytes()
+        text = read_entry(path, _MOST_OF_MARKER)
     except FileNotFoundError as error:
         found = "holds no metadata.json, so its save did not finish" if path.parent.is_dir() else "does not exist"
         raise DamagedCheckpointError(f"{path.parent} {found}; choose another step or save again") from error

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE
+from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_entry
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
@@ -242,7 +242,7 @@ def verify_manifests(folder: Path) -> list[str]:
         path = folder / name
         if path.is_file():
             try:
-                findings += check(path.read_bytes(), str(path))
+                findings += check(read_entry(path), str(path))
             except CheckpointError as error:
                 findings.append(str(error))
     return findings

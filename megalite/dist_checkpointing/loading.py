@@ -7,6 +7,7 @@ One rank reads the small files, all parse them; every rank plans alone and reads
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, require_torch_dist
+from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_entry, require_torch_dist
 from megalite.dist_checkpointing.exchange_utils import agreed
 from megalite.dist_checkpointing.integrity import (
     SHA256_FILE,
@@ -25,7 +26,7 @@ from megalite.dist_checkpointing.integrity import (
     sha256_findings,
 )
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor, parse_unique_key
-from megalite.dist_checkpointing.safe import load_archive
+from megalite.dist_checkpointing.safe import load_archive, require_modest
 from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves
 from megalite.dist_checkpointing.strategies.base import CheckpointIndex, LoadPlan
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
@@ -127,7 +128,7 @@ def _read_header(folder: Path, options: LoadOptions) -> _Header:
     if options.verify_integrity == "off":
         return _Header(common, index, None)
     path = folder / (SHA256_FILE if options.verify_integrity == "sha256" else XXH3_FILE)
-    if not path.exists():
+    if not os.path.lexists(path):
         if options.require_integrity:
             raise CheckpointError(
                 f"{path} is missing, so the {options.verify_integrity} hashes that were asked for cannot be compared; "
@@ -146,7 +147,7 @@ def _read_header(folder: Path, options: LoadOptions) -> _Header:
 
 def _small_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_entry(path)
     except OSError as error:
         raise DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another") from error
 
@@ -168,6 +169,7 @@ def _verify_files(header: _Header, folder: Path, group: Group, options: LoadOpti
 
 def _parse_common(data: bytes, folder: Path) -> dict:
     common = load_archive(data, str(folder / COMMON_FILE))
+    require_modest(common, str(folder / COMMON_FILE))
     if not isinstance(common, dict):
         raise DamagedCheckpointError(
             f"{folder / COMMON_FILE} holds a {type(common).__name__}, expected a dict; use another"

@@ -180,6 +180,33 @@ def _foreign_classes(data: bytes) -> list[Any]:
     return [(_record_class(name), name) for name in names if name.startswith(FOREIGN_PREFIXES)]
 
 
+_MOST_VALUES = 2_000_000
+_DEEPEST = 200
+
+
+def require_modest(value: Any, where: str) -> None:
+    """Raise DamagedCheckpointError for a tree that is deeper or larger than any state is.
+
+    A few bytes can describe a list that holds itself many times over; whoever walks it later would not come back.
+    """
+    rest: list[tuple[Any, int]] = [(value, 0)]
+    seen = 0
+    while rest:
+        part, depth = rest.pop()
+        seen += 1
+        if seen > _MOST_VALUES or depth > _DEEPEST:
+            raise DamagedCheckpointError(
+                f"{where} is damaged or hostile: it has more than {_MOST_VALUES} values or {_DEEPEST} levels; do not "
+                "use this checkpoint"
+            )
+        if isinstance(part, dict):
+            rest += [(inner, depth + 1) for inner in (*part.keys(), *part.values())]
+        elif isinstance(part, (list, tuple, set, frozenset)) and not isinstance(part, torch.Size):
+            rest += [(inner, depth + 1) for inner in part]
+        elif isinstance(part, (argparse.Namespace, types.SimpleNamespace)):
+            rest.append((vars(part), depth + 1))
+
+
 _PLAIN_TYPES = (
     type(None),
     bool,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,24 @@ FaultHook = Callable[[str, Path], None]
 
 def no_fault(point: str, path: Path) -> None:
     """The hook of a real run: does nothing."""
+
+
+def read_regular_file(path: Path, limit: int | None = None) -> bytes:
+    """Return the content of a regular file; OSError when it is anything else or longer than ``limit``.
+
+    A pipe or device that somebody put in its place does not hold the reader up.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if limit is not None and status.st_size > limit:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes where at most {limit} are expected", str(path))
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
 
 
 def fsync_directory(folder: Path) -> None:

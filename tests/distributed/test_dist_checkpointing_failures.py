@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from megalite.dist_checkpointing.core import is_complete
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.dist_checkpointing.serialization import LoadOptions, load, save, write_marker
+from megalite.dist_checkpointing.strategies import planning
 from megalite.utils.dist import world_group
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError, MegaliteError, PeerError, SaveError
 from tests.helpers.ranks import run_on_ranks
@@ -194,6 +197,34 @@ def test_damaged_file_is_one_error_on_all_ranks(folder, file, length):
     (folder / file).write_bytes((folder / file).read_bytes()[:length])
     (outcome,) = set(run_on_ranks(RANKS, _load_edited, folder, _nothing))
     assert outcome[0] is DamagedCheckpointError and file in outcome[1]
+
+
+class _Touch:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.open, (self.path, os.O_CREAT))
+
+
+def _save_with_code(path, target):
+    """Rank 1 stores an object that runs code when it is unpickled, as a writer that checks nothing would."""
+    group = world_group()
+    planning.find_unreadable = lambda value, name: None
+    state = _state(group)
+    if group.rank == 1:
+        state["o"] = ShardedObject("o", _Touch(target), (group.size,), (1,))
+    save(state, path, group=group)
+    if group.is_first:
+        write_marker(path)
+
+
+def test_sec_01_code_that_one_rank_meets_is_refused_by_all(tmp_path):
+    """SEC-01: the object of rank 1's cell; one message on all ranks, nothing is run on any."""
+    run_on_ranks(RANKS, _save_with_code, tmp_path, tmp_path / "touched")
+    (outcome,) = set(run_on_ranks(RANKS, _load_edited, tmp_path, _nothing))
+    assert outcome[0] is DamagedCheckpointError and "o/shard_1_3 in" in outcome[1] and "hostile" in outcome[1]
+    assert not (tmp_path / "touched").exists()
 
 
 def test_incomplete_folder_is_one_error_on_all_ranks(folder):

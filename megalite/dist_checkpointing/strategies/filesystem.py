@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from megalite.dist_checkpointing.core import require_inside
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import DamagedCheckpointError
 from megalite.utils.files import FaultHook, no_fault
@@ -76,9 +77,7 @@ class FileSource:
                 f"{self._folder}: the index names {file!r}, not a file of the folder; do not use it"
             )
         path = self._folder / file
-        root = os.path.realpath(self._folder)
-        if os.path.dirname(os.path.realpath(path)) != root:
-            raise DamagedCheckpointError(f"{path} is a link out of the checkpoint folder; do not use this checkpoint")
+        require_inside(path)
         if os.path.exists(path) and not os.path.isfile(path):
             raise DamagedCheckpointError(f"{path} is not a regular file; do not use this checkpoint")
         self._file = open(path, "rb")

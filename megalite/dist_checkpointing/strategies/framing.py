@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megalite.dist_checkpointing.mapping import Shape
-from megalite.dist_checkpointing.safe import archive_sizes, load_archive, load_checked_archive
+from megalite.dist_checkpointing.safe import archive_sizes, load_archive, load_checked_archive, require_modest
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import DamagedCheckpointError
 
@@ -73,6 +73,7 @@ class TorchSaveFraming:
         value = load_archive(data, where)
         if not isinstance(value, list) or len(value) != 1:
             raise DamagedCheckpointError(f"{where} holds no list of one object; use another checkpoint")
+        require_modest(value, where)
         return value[0]
 
     def _around(self, dtype: torch.dtype, shape: Shape, checksum: int) -> tuple[bytes, bytes]:

@@ -135,6 +135,10 @@ def test_run_shorter_than_a_batch_is_refused_when_the_batch_is_known():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (
+            ["checkpoint.dist_ckpt_optim_fully_reshardable=off", "parallel.use_distributed_optimizer=off"],
+            "stores the shards of a distributed optimizer",
+        ),
         (["parallel.pipeline_model_parallel_size=8"], "more stages than layers"),
         (["parallel.pipeline_model_parallel_size=3"], "num_layers is 4, which parallel.pipeline_model_parallel_size 3"),
         (["parallel.tensor_model_parallel_size=8"], "num_attention_heads is 4, which parallel.tensor"),

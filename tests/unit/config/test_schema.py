@@ -15,6 +15,7 @@ from tests.unit.config.samples import MINIMAL, config_with
 ACCEPTED = [
     ["parallel.sequence_parallel=on"],
     [
+        "checkpoint.dist_ckpt_optim_fully_reshardable=off",
         "checkpoint.ckpt_fully_parallel_save=off",
         "checkpoint.ckpt_fully_parallel_save_process_group=ep_dp",
         "checkpoint.ckpt_fully_parallel_load=on",

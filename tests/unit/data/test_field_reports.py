@@ -6,6 +6,7 @@ Trainers meet them in tests/distributed/test_field_reports.py.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 
 from megalite.config.schema import DataConfig
 from megalite.data.build import build_datasets
+from megalite.data.index_cache import load_array
 from megalite.data.indexed_dataset import IndexedDatasetWriter
 from megalite.data.preprocess import PreprocessOptions, preprocess
 from megalite.data.samplers import BatchLoader
@@ -195,3 +197,22 @@ def test_tok_15_paths_of_blends_and_lists_may_have_any_characters(tmp_path):
     prefixes = [write(folder / f"{name} x", 0) for name in "ab"]
     dataset = dataset_of(["1", prefixes[0], "2", prefixes[1]], cache=folder / "k%")
     assert len(dataset) >= 48 and (folder / "k%").is_dir()
+
+
+class _Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple:
+        return (os.open, (self.path, os.O_CREAT))
+
+
+def test_sec_03_pickled_objects_in_the_index_cache_are_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SEC-03: a table of the cache that holds objects is named, not loaded, and built again."""
+    array = np.array([_Touch(tmp_path / "touched")], dtype=object)
+    np.save(tmp_path / "table.npy", array, allow_pickle=True)
+    assert load_array(tmp_path / "table.npy", (1,), np.dtype(np.int64)) is None
+    assert "is damaged and is built again" in caplog.text and not (tmp_path / "touched").exists()
+    assert np.load(tmp_path / "table.npy", allow_pickle=True) is not None and (tmp_path / "touched").exists()
