@@ -65,7 +65,6 @@ class CheckpointManager:
         self.published: Step | None = None
         """The step that the tracker of ``save`` is known to name."""
         self._cache = SaveCache()
-        require_integrity(config.verify_integrity)
         self.damaged: set[Path] = set()
         """Folders of ``save`` that this start has found damaged."""
         self.loaded: Path | None = None
@@ -83,6 +82,7 @@ class CheckpointManager:
         check_ranks_see_the_same(self.config, self.world)
 
         def look() -> tuple[LoadDecision | None, Step | None]:
+            require_integrity(self.config.verify_integrity)
             if not self.world.is_first:
                 return None, None
             decision = resolve_load(self.config)
@@ -163,7 +163,7 @@ class CheckpointManager:
                 hook=self.hook,
             )
             self._publish(folder, iteration, readable)
-        except (OSError, PeerError, SaveError) as error:
+        except (OSError, PeerError, SaveError, CheckpointError) as error:
             raise SaveError(
                 f"iteration {iteration} could not be saved to {folder}: {error}. Published iterations are untouched; "
                 "free the cause and start the same command again."

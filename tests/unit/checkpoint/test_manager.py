@@ -287,3 +287,21 @@ def test_a_damaged_step_is_refused_on_load(state: TrainState, root: Path) -> Non
     data.write_bytes(data.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="__0_0.distcp is cut short"):
         _assert_loads(root, OLD, state)
+
+
+def test_a_tracker_that_becomes_unreadable_is_a_save_that_failed(state: TrainState, tmp_path: Path) -> None:
+    manager = _save(state, tmp_path, OLD)
+    (tmp_path / TRACKER).write_text("what")
+    fill(state, NEW)
+    with pytest.raises(SaveError, match="could not be saved .*neither an iteration nor 'release'"):
+        manager.save(state, READABLE)
+
+
+def test_hashes_that_cannot_be_computed_are_said_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = small_config({"checkpoint": {"save": str(tmp_path / "run"), "verify_integrity": "xxh3"}})
+    with pytest.raises(ConfigError, match=r"megalite\[integrity\]"):
+        CheckpointManager(config.checkpoint, SINGLE).resolve_start()
+    assert not (tmp_path / "run").exists()
