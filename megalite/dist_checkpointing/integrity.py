@@ -128,20 +128,20 @@ class BlockHashes:
         self.where = where
         self._hashes, self._places = _parse_blocks(data, where)
 
-    def check(self, file: str, start: int, data: Piece, name: str) -> None:
-        """Raise CheckpointError when the bytes of an item are not those that were written."""
-        expected = self._places.get((file, start, len(data)))
+    def check(self, file: str, start: int, length: int, pieces: Iterable[Piece], name: str) -> None:
+        """Raise CheckpointError when the bytes of an item, in pieces, are not those that were written."""
+        expected = self._places.get((file, start, length))
         if expected is None:
             raise DamagedCheckpointError(
-                f"{self.where} has no hash for bytes {start} to {start + len(data)} of {file} ({name}): the manifest "
+                f"{self.where} has no hash for bytes {start} to {start + length} of {file} ({name}): the manifest "
                 "is of another save; use another checkpoint"
             )
-        found = block_hashes([data])
+        found = block_hashes(pieces)
         for number, (one, other) in enumerate(zip(found, self._hashes[expected].tolist(), strict=True)):
             if one != other:
                 first = start + number * BLOCK
                 raise DamagedCheckpointError(
-                    f"{name} is damaged: bytes {first} to {min(first + BLOCK, start + len(data))} of {file} have hash "
+                    f"{name} is damaged: bytes {first} to {min(first + BLOCK, start + length)} of {file} have hash "
                     f"{one:016x}, {self.where} says {other:016x}; use another checkpoint"
                 )
 
@@ -224,8 +224,11 @@ def xxh3_findings(folder: Path, hashes: BlockHashes) -> list[str]:
         with open(path, "rb") as file:
             file.seek(start)
             data = file.read(length)
+        if len(data) != length:
+            findings.append(f"{name} is cut short: bytes {start} to {start + length} were written")
+            continue
         try:
-            hashes.check(name, start, data, f"{name} at byte {start}")
+            hashes.check(name, start, length, [data], f"{name} at byte {start}")
         except CheckpointError as error:
             findings.append(str(error))
     return list(dict.fromkeys(findings))

@@ -141,7 +141,7 @@ def _read_header(folder: Path, options: LoadOptions) -> _Header:
         blocks = BlockHashes(hashes, str(path))
         small = {COMMON_FILE: common, INDEX_FILE: index, MARKER_FILE: _small_file(folder / MARKER_FILE)}
         for name, data in small.items():
-            blocks.check(name, 0, data, f"{folder / name}")
+            blocks.check(name, 0, len(data), [data], f"{folder / name}")
     return _Header(common, index, hashes)
 
 

@@ -68,6 +68,10 @@ class ByteSource(Protocol):
         """Return exactly these bytes; CheckpointError when the file is missing, cut short or outside the folder."""
         ...
 
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``offset`` on; CheckpointError as for ``read``."""
+        ...
+
     def close(self) -> None:
         """Release open files."""
         ...

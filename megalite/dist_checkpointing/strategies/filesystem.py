@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from megalite.dist_checkpointing.core import require_inside
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import DamagedCheckpointError
 from megalite.utils.files import FaultHook, no_fault
+
+_MOST_AT_ONCE = 1 << 30
 
 
 class FileSink:
@@ -51,24 +54,41 @@ class FileSource:
         self._file: BinaryIO | None = None
 
     def read(self, file: str, offset: int, length: int) -> bytes:
+        self._require(file, offset, length)
+        data = bytearray(length)
+        self._fill(file, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``offset`` on; CheckpointError as for ``read``."""
+        self._require(file, offset, len(target))
+        self._fill(file, offset, target)
+
+    def _require(self, file: str, offset: int, length: int) -> None:
+        """Raise unless the file has these bytes: a length decides how much memory is taken, so it is never trusted."""
         path = self._folder / file
         try:
             if self._name != file or self._file is None:
                 self._open(file)
-            self._file.seek(offset)
-            # Never trust a length before it is compared with the file: it decides how much memory is taken.
             present = os.fstat(self._file.fileno()).st_size
-            data = self._file.read(length) if offset + length <= present else b""
         except OSError as error:
-            raise DamagedCheckpointError(
-                f"cannot read {path}: {error}; the checkpoint is damaged, use another"
-            ) from error
-        if len(data) != length:
+            raise _unreadable(path, error) from error
+        if offset + length > present:
             raise DamagedCheckpointError(
                 f"{path} is cut short: it has {present} bytes, the index needs {offset + length}; use another "
                 "checkpoint"
             )
-        return data
+
+    def _fill(self, file: str, offset: int, target: memoryview) -> None:
+        path = self._folder / file
+        try:
+            while target:
+                done = os.preadv(self._file.fileno(), [target[:_MOST_AT_ONCE]], offset)
+                if not done:
+                    raise OSError(errno.EIO, "the file has become shorter", str(path))
+                target, offset = target[done:], offset + done
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
     def _open(self, file: str) -> None:
         self.close()
@@ -87,3 +107,7 @@ class FileSource:
         if self._file is not None:
             self._file.close()
         self._file = self._name = None
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another")

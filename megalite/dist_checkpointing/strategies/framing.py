@@ -11,11 +11,12 @@ import io
 import math
 import pickle
 import struct
-import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megalite.dist_checkpointing.archive import ReadRange, crc32, find_records
 from megalite.dist_checkpointing.mapping import Shape
 from megalite.dist_checkpointing.safe import archive_sizes, load_archive, load_checked_archive, require_modest
 from megalite.dist_checkpointing.strategies.base import Piece
@@ -24,6 +25,16 @@ from megalite.utils.errors import DamagedCheckpointError
 _ALIGNMENT = 64
 _FIELD_LIMIT = 0xFFFFFFFF
 _UTF8_NAMES = 0x0800
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The bytes of a tensor's elements within its archive."""
+
+    start: int
+    length: int
+    checksum: int
+    """CRC-32, or 0 if it was not computed."""
 
 
 class TorchSaveFraming:
@@ -42,7 +53,7 @@ class TorchSaveFraming:
     def frame_tensor(self, tensor: torch.Tensor) -> list[Piece]:
         # A flat byte view: also types that numpy does not know (bfloat16, float8) have one.
         elements = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-        head, tail = self._around(tensor.dtype, tuple(tensor.shape), zlib.crc32(elements))
+        head, tail = self._around(tensor.dtype, tuple(tensor.shape), crc32(elements))
         return [head, elements, tail]
 
     def frame_object(self, value: Any) -> bytes:
@@ -68,6 +79,28 @@ class TorchSaveFraming:
                 f"{where} holds {found}, the index says {dtype} {shape}; use another checkpoint"
             )
         return tensor
+
+    def find_elements(
+        self, read: ReadRange, length: int, dtype: torch.dtype, shape: Shape, where: str
+    ) -> Elements | None:
+        """Return where the elements lie in the archive of such a tensor, reading only what surrounds them.
+
+        None when it is not laid out as torch does it for a contiguous tensor on the CPU: then the whole archive has to
+        be loaded.
+        """
+        records = {record.name.partition("/")[2]: record for record in find_records(read, length, where)}
+        elements, described = records.get("data/0"), records.get("data.pkl")
+        if elements is None or described is None or elements.size != math.prod(shape) * dtype.itemsize:
+            return None
+        content = bytes(read(described.start, described.size))
+        if described.checksum and crc32(content) != described.checksum:
+            return None
+        order = records.get("byteorder")
+        if content != _tensor_pickle(dtype, shape) or (
+            order is not None and bytes(read(order.start, order.size)) != b"little"
+        ):
+            return None
+        return Elements(elements.start, elements.size, elements.checksum)
 
     def parse_object(self, data: bytes, where: str) -> Any:
         value = load_archive(data, where)
@@ -133,7 +166,7 @@ class _Archive:
         self._directory: list[tuple[bytes, int, int, int]] = []
 
     def add(self, name: str, content: bytes) -> None:
-        self._local_header(name, len(content), zlib.crc32(content))
+        self._local_header(name, len(content), crc32(content))
         self.buffer.write(content)
 
     def add_outside(self, name: str, size: int, checksum: int) -> int:
