@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megalite.dist_checkpointing.archive import ReadRange, crc32, find_records
+from megalite.dist_checkpointing.archive import ReadRange, check_records, crc32, find_records
 from megalite.dist_checkpointing.mapping import Shape
 from megalite.dist_checkpointing.safe import archive_sizes, load_archive, load_checked_archive, require_modest
 from megalite.dist_checkpointing.strategies.base import Piece
@@ -89,16 +89,13 @@ class TorchSaveFraming:
         be loaded.
         """
         records = {record.name.partition("/")[2]: record for record in find_records(read, length, where)}
-        elements, described = records.get("data/0"), records.get("data.pkl")
+        elements, described = records.pop("data/0", None), records.get("data.pkl")
         if elements is None or described is None or elements.size != math.prod(shape) * dtype.itemsize:
             return None
-        content = bytes(read(described.start, described.size))
-        if described.checksum and crc32(content) != described.checksum:
-            return None
+        check_records(read, list(records.values()), where)
         order = records.get("byteorder")
-        if content != _tensor_pickle(dtype, shape) or (
-            order is not None and bytes(read(order.start, order.size)) != b"little"
-        ):
+        is_plain = bytes(read(described.start, described.size)) == _tensor_pickle(dtype, shape)
+        if not is_plain or (order is not None and bytes(read(order.start, order.size)) != b"little"):
             return None
         return Elements(elements.start, elements.size, elements.checksum)
 
