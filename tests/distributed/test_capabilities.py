@@ -147,3 +147,34 @@ def test_p10_weights_and_optimizer_are_of_one_step_whatever_the_tracker_names(tm
     load = {"checkpoint": {"load": str(tmp_path / "run"), "ckpt_step": 2}}
     resumed = run((2, 1, 1), make_config(BATCH, load, topology=(2, 1, 1)), 0)
     assert unequal(resumed.state, expected.state) == []
+
+
+WAYS: list[dict[str, Any]] = [
+    {"ckpt_fully_parallel_save": False, "dist_ckpt_workers": 2, "verify_integrity": "sha256"},
+    {"ckpt_assume_constant_structure": True, "verify_integrity": "xxh3", "ckpt_fully_parallel_load": True},
+    {
+        "dist_ckpt_workers": 3,
+        "ckpt_assume_constant_structure": True,
+        "ckpt_fully_parallel_load": True,
+        "ckpt_fully_parallel_load_exchange_algo": "gather_rounds",
+    },
+    {
+        "ckpt_load_validate_sharding_integrity": False,
+        "dist_ckpt_strictness": "raise_unexpected",
+        "ckpt_fully_parallel_load": True,
+        "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+    },
+]
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_how_a_run_saves_and_loads_changes_no_bit(tmp_path: Path, way: int) -> None:
+    """Saved twice, resumed at another topology and saved there again: the state of the run that did it plainly."""
+    settings, plain = {"save_interval": 1, **WAYS[way]}, {"save_interval": 1}
+    states = []
+    for name, checkpoint in (("this", settings), ("plain", plain)):
+        save = {"checkpoint": {"save": str(tmp_path / name), **checkpoint}}
+        run((1, 2, 2), make_config(BATCH, save, topology=(1, 2, 2)), 2)
+        states.append(run((2, 1, 2), make_config(BATCH, save, topology=(2, 1, 2)), 1).state)
+        states.append(run((1, 1, 1), make_config(BATCH, save), 0).state)
+    assert all(unequal(state, states[0]) == [] for state in states[1:])
