@@ -9,12 +9,15 @@ become inert records.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import io
 import pathlib
 import pickle
 import re
 import types
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -95,10 +98,23 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking at hundreds of thousands of new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def unpickle_index(data: bytes, where: str) -> Record:
     """Return the pickled index as inert records; CheckpointError when it is damaged or names anything else."""
     try:
-        found = _IndexUnpickler(data).load()
+        with without_collections():
+            found = _IndexUnpickler(data).load()
     # Bytes of a stranger can make the unpickler raise nearly anything.
     except Exception as error:
         raise DamagedCheckpointError(f"{where} is damaged or hostile: {error}; do not use this checkpoint") from error

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megalite.dist_checkpointing.mapping import Shape, ShardedObject, ShardedTensor, volume
+from megalite.dist_checkpointing.safe import without_collections
 from megalite.dist_checkpointing.strategies.base import (
     CheckpointIndex,
     ChunkRead,
@@ -47,12 +48,20 @@ class IndexWriter:
             for key, shape, dtype in zip(blocks.keys, blocks.shapes, blocks.dtypes, strict=True)
         }
         self._storage: dict[Any, Any] = {}
+        # Equal shapes and rectangles are one object, which a pickle stores once: masters and moments have the same.
+        shapes: dict[Shape, torch.Size] = {}
+        rectangles: dict[tuple[Shape, Shape], Any] = {}
         columns = (blocks.key_of, plan.file_of, plan.starts, plan.lengths)
         for block, (key, file, start, length) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            offset, sizes = map(torch.Size, blocks.rectangle(block))
-            self._tensors[blocks.keys[key]].chunks.append(dcp.ChunkStorageMetadata(offset, sizes))
-            place = _StorageInfo(plan.files[file], start, length)
-            self._storage[dcp.MetadataIndex(blocks.keys[key], offset)] = place
+            place = blocks.rectangle(block)
+            if place not in rectangles:
+                rectangles[place] = dcp.ChunkStorageMetadata(
+                    *(shapes.setdefault(shape, torch.Size(shape)) for shape in place)
+                )
+            self._tensors[blocks.keys[key]].chunks.append(rectangles[place])
+            offset = rectangles[place].offsets
+            info = _StorageInfo(plan.files[file], start, length)
+            self._storage[dcp.MetadataIndex(blocks.keys[key], offset)] = info
 
     def content(self, object_lengths: Sequence[Sequence[int]], folder: Path) -> bytes:
         """Return the file of one save, whose objects have these lengths on each rank."""
@@ -73,7 +82,8 @@ class IndexWriter:
         # Old versions of torch have no version field.
         known = {field.name for field in dataclasses.fields(dcp.Metadata)}
         metadata = dcp.Metadata(**{name: value for name, value in values.items() if name in known})
-        return pickle.dumps(metadata, protocol=4)
+        with without_collections():
+            return pickle.dumps(metadata, protocol=4)
 
 
 def plan_load(

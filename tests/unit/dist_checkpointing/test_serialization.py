@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -231,3 +232,24 @@ def test_sink_writes_pieces_of_any_size(tmp_path):
     sink.write([b"", b"ab", memoryview(b"cd")])
     sink.close()
     assert (tmp_path / "x").read_bytes() == b"abcd"
+
+
+def test_the_index_stores_equal_rectangles_once_and_leaves_the_collector_as_it_was(tmp_path):
+    def state(words):
+        return {
+            f"{word}{row}": ShardedTensor.from_block(word, torch.zeros(1, 300), (200, 300), (row, 0))
+            for word in words
+            for row in range(200)
+        }
+
+    sizes = []
+    for words in (["a"], ["a", "b", "c"]):
+        folder = tmp_path / str(len(words))
+        folder.mkdir()
+        assert gc.isenabled()
+        save(state(words), folder, group=SINGLE)
+        write_marker(folder)
+        assert gc.isenabled()
+        sizes.append((folder / ".metadata").stat().st_size)
+        assert load_plain_tensors(folder).keys() == set(words) and gc.isenabled()
+    assert sizes[1] < 2.75 * sizes[0]
