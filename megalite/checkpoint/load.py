@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.changes import changed_data, changed_settings
-from megalite.checkpoint.optimizer_layouts import OptimizerLayout, layout_of
+from megalite.checkpoint.optimizer_layouts import OptimizerLayout, as_damage, layout_of
 from megalite.checkpoint.options import load_options
 from megalite.checkpoint.paths import RELEASE, step_name
 from megalite.checkpoint.resolve import LoadDecision, LoadMode, check_all_see
@@ -201,16 +201,13 @@ def read_common(decision: LoadDecision, group: Group) -> dict[str, Any]:
         if not group.is_first:
             return {}
         check_step(decision.folder.parent, decision.step)
-        try:
-            common = load_common_state_dict(decision.folder)
-        except CheckpointError as error:
-            # The layout is the right one, so it can only be the content.
-            raise DamagedCheckpointError(str(error)) from error
+        common = load_common_state_dict(decision.folder)
         _check_common(common, decision)
         return common
 
-    common = agreed(group, f"reading {decision.folder / 'common.pt'}", read)
+    # First: a folder that this rank alone does not see would look like damage.
     check_all_see(decision.folder, group)
+    common = agreed(group, f"reading {decision.folder / 'common.pt'}", read)
     return group.broadcast_object(common)
 
 
@@ -253,6 +250,8 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
     def fit() -> tuple[LoadPlan, OptimizerLayout | None]:
         check_model(common, run, decision.folder, decision.mode)
         plan = plan_load(decision.mode, settings, common, run)
+        with as_damage(decision.folder / "common.pt"):
+            _restore_plain_values(run, decision, plan, common)
         return plan, layout_of(common, run, decision.folder) if plan.optimizer else None
 
     plan, layout = agreed(world, "comparing the checkpoint with the run", fit)
@@ -277,7 +276,8 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
     )
     if layout is not None:
         layout.apply(run, common, loaded)
-    _apply_common(run, decision, plan, common)
+    if not plan.optimizer and not plan.main_params:
+        run.optimizer.reload_masters()
     plan = _apply_random_states(run, decision, plan, loaded)
     return LoadReport(decision, plan.restored, plan.left_out)
 
@@ -295,9 +295,8 @@ def name_changes(run: TrainState, common: Mapping[str, Any]) -> None:
         )
 
 
-def _apply_common(run: TrainState, decision: LoadDecision, plan: LoadPlan, common: Mapping[str, Any]) -> None:
-    if not plan.optimizer and not plan.main_params:
-        run.optimizer.reload_masters()
+def _restore_plain_values(run: TrainState, decision: LoadDecision, plan: LoadPlan, common: Mapping[str, Any]) -> None:
+    """Restore schedule and progress: before any tensor, so that a schedule that differs costs no reading."""
     if plan.scheduler:
         settings = run.config.optimizer
         run.scheduler.load_state_dict(
@@ -326,7 +325,8 @@ def saved_progress(common: Mapping[str, Any]) -> TrainProgress:
     """Return the progress in a common part, from Megatron's keys where ours are absent."""
     ours = common.get("megalite", {}).get("progress")
     if ours is not None:
-        return TrainProgress(**ours)
+        known = {field.name for field in fields(TrainProgress)}
+        return TrainProgress(**{name: value for name, value in ours.items() if name in known})
     args = vars(common["args"])
     iteration = int(common["iteration"])
     # Old checkpoints do not count samples; Megatron then takes iteration x global batch.
@@ -350,7 +350,7 @@ def _apply_random_states(
         )
         # All ranks or none: streams of one run must not be half old and half new.
         if not agree_any(reason is not None, run.parallel.world):
-            restore_random_states(run.tracker, own)
+            _set_random_states(run, decision, own)
             return plan
         left_out = (*plan.left_out, ("random states", "saved on another kind of device"))
         plan = replace(plan, random_states=False, left_out=left_out)
@@ -365,6 +365,14 @@ def _apply_random_states(
                 decision.iteration,
             )
     return plan
+
+
+def _set_random_states(run: TrainState, decision: LoadDecision, own: dict[str, Any]) -> None:
+    def restore() -> None:
+        with as_damage(decision.folder):
+            restore_random_states(run.tracker, own)
+
+    agreed(run.parallel.world, "restoring the random states", restore)
 
 
 def _own_random_states(

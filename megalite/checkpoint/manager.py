@@ -94,7 +94,7 @@ class CheckpointManager:
 
         found = agreed(self.world, "looking for a checkpoint", look)
         decision, self.published = self.world.broadcast_object(found)
-        if decision is not None:
+        if decision is not None and self.world.is_first:
             for note in decision.notes:
                 logger.warning(note)
         return decision

@@ -6,7 +6,8 @@ the pieces that this rank owns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,16 +20,27 @@ from megalite.dist_checkpointing.serialization import load_plain_objects
 from megalite.optimizer.bucket_space import DP_RESHARDABLE, BucketSpace
 from megalite.optimizer.optimizer import MASTER, SHARDING_TYPE, WORDS_ON_DISK
 from megalite.utils.dist import agree_any
-from megalite.utils.errors import CheckpointError, TopologyMismatchError
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError, TopologyMismatchError
 
 FRESH_START = "start from its weights with checkpoint.no_load_optim or checkpoint.finetune"
+
+
+@contextlib.contextmanager
+def as_damage(where: Path) -> Iterator[None]:
+    """Turn what goes wrong when plain values are not of the expected form into damage of ``where``."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"{where} does not hold what a trainer stores: {error!r}; use another checkpoint"
+        ) from error
 
 
 class OptimizerLayout(Protocol):
     """One way to hold the optimizer."""
 
     def request(self, run: TrainState, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the leaves to ask for; ``weights`` says where parameters lie."""
+        """Return the leaves to ask for; ``weights`` says where parameters lie. Collective over all ranks."""
         ...
 
     def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
@@ -48,7 +60,7 @@ def layout_of(common: Mapping[str, Any], run: TrainState, folder: Path) -> Optim
         kind = "fully_sharded_model_space" if args.get("ckpt_fully_parallel_save") else "dp_zero_gather_scatter"
     masters = _Masters(common)
     if kind == SHARDING_TYPE:
-        return ParameterSpace(WORDS_ON_DISK, masters)
+        return ParameterSpace(WORDS_ON_DISK, folder, masters)
     if kind == DP_RESHARDABLE:
         _check_topology(args, run, folder)
         return Buckets(folder, masters)
@@ -57,7 +69,7 @@ def layout_of(common: Mapping[str, Any], run: TrainState, folder: Path) -> Optim
         words = {**WORDS_ON_DISK, MASTER: "fp32_param"}
         if not has_masters:
             words.pop(MASTER)
-        return ParameterSpace(words, masters)
+        return ParameterSpace(words, folder, masters)
     raise CheckpointError(
         f"{folder} holds its optimizer as {kind}, this version reads {SHARDING_TYPE}, {DP_RESHARDABLE} and optimizers "
         f"that are not distributed; save it again with Megatron's --dist-ckpt-optim-fully-reshardable, or {FRESH_START}"
@@ -158,6 +170,7 @@ class ParameterSpace:
     """Blocks of parameter-shaped tensors: ``fully_reshardable``, and optimizers that are not distributed."""
 
     words: Mapping[str, str]
+    folder: Path
     masters: _Masters
 
     def request(self, run: TrainState, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,14 +184,36 @@ class ParameterSpace:
     def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
         if MASTER in self.words:
             self.masters.settle(run)
-        run.optimizer.load_common_state_dict(_plain_common(common["optimizer"]))
+        _restore_groups(run, self.folder, lambda: _plain_common(common))
 
 
-def _plain_common(stored: Mapping[str, Any]) -> dict[str, Any]:
+def _restore_groups(run: TrainState, folder: Path, stored: Callable[[], Mapping[str, Any]]) -> None:
+    """Restore what ``stored`` returns: groups with their steps, and the loss scale. Collective over all ranks."""
+
+    def restore() -> None:
+        with as_damage(folder):
+            run.optimizer.load_common_state_dict(stored())
+
+    agreed(run.parallel.world, "restoring the optimizer's groups", restore)
+    # Each (tp, pp) cell may have objects of its own; Adam counts the same steps everywhere.
+    steps = sorted(set(run.parallel.world.all_gather_object(run.optimizer.num_steps)))
+    if len(steps) > 1:
+        raise DamagedCheckpointError(
+            f"{folder} has optimizer states of the steps {', '.join(map(str, steps))}: files of several steps are "
+            "mixed; use another checkpoint"
+        )
+
+
+def _plain_common(common: Mapping[str, Any]) -> dict[str, Any]:
     """Return groups with their step, and the scaler, from any of Megatron's ways to keep them."""
+    stored = common["optimizer"]
     inner = stored.get("optimizer", stored)
-    common_step = (inner.get("state") or {}).get("common_step", 0)
-    groups = [{"step": common_step, **group} for group in inner["param_groups"]]
+    # Megatron leaves the step out only where there was none yet.
+    default = {} if common.get("iteration") else {"common_step": 0}
+    steps = {**default, **(inner.get("state") or {})}
+    groups = [
+        {**({"step": steps["common_step"]} if "step" not in group else {}), **group} for group in inner["param_groups"]
+    ]
     return {
         **{name: value for name, value in stored.items() if name == "grad_scaler"},
         "optimizer": {"param_groups": groups},
@@ -197,15 +232,21 @@ class Buckets:
         objects = space.objects_request()
         layout = objects["per_bucket_numel_unpadded"].unique_key
 
-        def tensors() -> list[Any]:
-            stored = load_plain_objects(self.folder, [layout])[layout]
-            return space.tensors_request(stored, self.masters.prepare(run))
-
+        world = run.parallel.world
         what = f"reading how {self.folder} cut its gradient buckets"
-        return {"optimizer_state": agreed(run.parallel.world, what, tensors), "optimizer_objects": objects}
+        # One rank reads for all: what is wanted is small, and the index that leads to it is not.
+        wanted = sorted(set(world.all_gather_object(layout)))
+        stored = agreed(world, what, lambda: load_plain_objects(self.folder, wanted) if world.is_first else {})
+        numels = world.broadcast_object(stored)[layout]
+
+        def tensors() -> list[Any]:
+            with as_damage(self.folder):
+                return space.tensors_request(numels, self.masters.prepare(run))
+
+        return {"optimizer_state": agreed(world, what, tensors), "optimizer_objects": objects}
 
     def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
         self.masters.settle(run)
         objects = loaded["optimizer_objects"]
-        scaler = {"grad_scaler": objects["grad_scaler"]} if "grad_scaler" in objects else {}
-        run.optimizer.load_common_state_dict({"optimizer": objects["optimizer"], **scaler})
+        names = [name for name in ("optimizer", "grad_scaler") if name in objects]
+        _restore_groups(run, self.folder, lambda: {name: objects[name] for name in names})

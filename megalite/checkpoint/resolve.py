@@ -236,9 +236,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def check_all_see(folder: Path, group: Group) -> None:
-    """Raise CheckpointError on all ranks if some do not see ``folder``. Collective over ``group``."""
+    """Raise CheckpointError on all ranks if some do not see ``folder`` and others do. Collective over ``group``."""
     blind = [rank for rank, sees in zip(group.ranks, group.all_gather_object(folder.is_dir()), strict=True) if not sees]
-    if blind:
+    if 0 < len(blind) < group.size:
         raise CheckpointError(
             f"{folder} is not there for {ranks_text(blind)}, but for the other ranks it is. All nodes have to see one "
             "folder: put it on a filesystem that they share, or, if that is slow to show a new folder, wait and start "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError
@@ -33,6 +34,19 @@ class CheckpointingConfig:
 TORCH_DIST = CheckpointingConfig("torch_dist")
 
 
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENXIO)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return what to raise when a file of a checkpoint cannot be read.
+
+    Damage when it is not there or no file; else the disk or the permissions are at fault, and no other step would do.
+    """
+    if error.errno in _DAMAGE:
+        return DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another")
+    return CheckpointError(f"cannot read {path}: {error}; check the file, its permissions and its disk")
+
+
 def read_entry(path: Path, limit: int | None = None) -> bytes:
     """Return the content of a file of a checkpoint folder.
 
@@ -58,9 +72,15 @@ def read_marker(folder: Path) -> CheckpointingConfig:
         found = "holds no metadata.json, so its save did not finish" if path.parent.is_dir() else "does not exist"
         raise DamagedCheckpointError(f"{path.parent} {found}; choose another step or save again") from error
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}; check the file and its permissions") from error
+        raise unreadable(path, error) from error
     try:
         values = json.loads(text)
+        known = {field.name for field in fields(CheckpointingConfig)}
+        if isinstance(values, dict) and "sharded_backend" in values and (more := sorted(values.keys() - known)):
+            raise CheckpointError(
+                f"{path} has the keys {', '.join(map(repr, more[:5]))}, which this version does not know; read it with "
+                "the program that wrote it"
+            )
         config = CheckpointingConfig(**values)
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(

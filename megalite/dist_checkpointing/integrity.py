@@ -11,7 +11,9 @@ import hashlib
 import importlib.util
 import io
 import json
+import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +155,9 @@ class BlockHashes:
 
 def _parse_blocks(data: bytes, where: str) -> tuple[np.ndarray, dict[tuple[str, int, int], slice]]:
     try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(entry.compress_type or entry.file_size > len(data) for entry in archive.infolist()):
+                raise ValueError("it has compressed arrays")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             block_size, files, items, hashes = (arrays[name] for name in ("block_size", "files", "items", "hashes"))
         if int(block_size) != BLOCK or files.dtype.kind != "U" or items.dtype != np.int64 or hashes.dtype != np.uint64:
@@ -163,6 +168,8 @@ def _parse_blocks(data: bytes, where: str) -> tuple[np.ndarray, dict[tuple[str, 
         if (ends[-1] if ends else 0) != len(hashes):
             raise ValueError(f"{len(hashes)} hashes for {ends[-1] if ends else 0} blocks")
         names = files.tolist()
+        if not all(Path(name).name == name and name not in ("", ".", "..") and "\0" not in name for name in names):
+            raise ValueError("it names files outside the folder")
         starts = [0, *ends[:-1]]
         places = {
             (names[number], start, length): slice(begin, end)
@@ -223,7 +230,8 @@ def xxh3_findings(folder: Path, hashes: BlockHashes) -> list[str]:
             continue
         with open(path, "rb") as file:
             file.seek(start)
-            data = file.read(length)
+            # Compared with the file first: a length of a stranger decides how much memory is taken.
+            data = file.read(length) if start + length <= os.fstat(file.fileno()).st_size else b""
         if len(data) != length:
             findings.append(f"{name} is cut short: bytes {start} to {start + length} were written")
             continue

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_entry, require_torch_dist
+from megalite.dist_checkpointing.core import (
+    COMMON_FILE,
+    INDEX_FILE,
+    MARKER_FILE,
+    read_entry,
+    require_torch_dist,
+    unreadable,
+)
 from megalite.dist_checkpointing.exchange_utils import agreed
 from megalite.dist_checkpointing.integrity import (
     SHA256_FILE,
@@ -43,7 +50,7 @@ from megalite.dist_checkpointing.validation import (
     check_shapes,
     shown_names,
 )
-from megalite.utils.dist import Group
+from megalite.utils.dist import SINGLE, Group
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -119,7 +126,9 @@ def load(
     reader = ItemReader(folder, TorchSaveFraming(), hashes)
     objects = _read(stored, leaves.objects, index, reader, group, options)
     result = agreed(group, f"assembling {folder}", lambda: leaves.assemble(common, objects))
-    return (result, set(missing), set(unexpected)) if strict.returns_keys else result
+    if not strict.returns_keys:
+        return result
+    return result, set(missing) if strict.asks_for_missing else set(), set(unexpected)
 
 
 def _read_header(folder: Path, options: LoadOptions) -> _Header:
@@ -149,7 +158,7 @@ def _small_file(path: Path) -> bytes:
     try:
         return read_entry(path)
     except OSError as error:
-        raise DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another") from error
+        raise unreadable(path, error) from error
 
 
 def _verify_files(header: _Header, folder: Path, group: Group, options: LoadOptions) -> None:
@@ -233,12 +242,14 @@ def _read(
     options: LoadOptions,
 ) -> dict[str, Any]:
     """Fill ``tensors`` and return the objects by unique key. Collective over ``group``."""
-    folder, sharing = reader.folder, options.parallel_group
+    # Whether a rank's group has more than one member may differ from rank to rank, what all ranks do must not.
+    folder, sharing = reader.folder, options.parallel_group or SINGLE
+    what = f"planning the load of {folder}"
     own, exchange = list(tensors), None
-    if sharing is not None and sharing.size > 1:
-        holdings = agreed(group, f"planning the load of {folder}", lambda: describe(tensors, reader.framing))
-        answer = exchange_shares(holdings, sharing, only_owned=False)
-        share = agreed(group, f"planning the load of {folder}", lambda: checked_share(tensors, answer, sharing))
+    holdings = agreed(group, what, lambda: describe(tensors, reader.framing))
+    answer = exchange_shares(holdings, sharing, only_owned=False) if sharing.size > 1 else None
+    share = agreed(group, what, lambda: answer if answer is None else checked_share(tensors, answer, sharing))
+    if share is not None:
         own = [tensors[block].rows(first, end) for block, first, end, _ in share.tolist()]
         exchange = PieceExchange(tensors, holdings, share, sharing)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megalite.dist_checkpointing.archive import check_records, find_records
-from megalite.utils.errors import DamagedCheckpointError
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
 FOREIGN_PREFIXES = ("megatron.", "nvidia_resiliency_ext.")
 
@@ -115,6 +115,8 @@ def unpickle_index(data: bytes, where: str) -> Record:
     try:
         with without_collections():
             found = _IndexUnpickler(data).load()
+    except MemoryError as error:
+        raise _too_large(where) from error
     # Bytes of a stranger can make the unpickler raise nearly anything.
     except Exception as error:
         raise DamagedCheckpointError(f"{where} is damaged or hostile: {error}; do not use this checkpoint") from error
@@ -123,6 +125,14 @@ def unpickle_index(data: bytes, where: str) -> Record:
             f"{where} holds a {type(found).__name__}, expected an index; do not use this checkpoint"
         )
     return found
+
+
+def _too_large(where: str) -> CheckpointError:
+    # Not damage: it may be this process that has too little, and an older step would fare no better.
+    return CheckpointError(
+        f"{where} needs more memory than there is: it is damaged or hostile, or this process has too little; look at "
+        "it with tools/inspect_checkpoint.py verify"
+    )
 
 
 def archive_sizes(data: bytes, where: str) -> dict[str, int]:
@@ -158,6 +168,8 @@ def load_checked_archive(data: bytes, where: str) -> Any:
                     raise
         with torch.serialization.safe_globals(_plain_classes() + foreign):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except MemoryError as error:
+        raise _too_large(where) from error
     # Bytes of a stranger can make the unpickler raise nearly anything.
     except Exception as error:
         names = ", ".join(_unsafe_names(data))

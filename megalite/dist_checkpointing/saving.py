@@ -5,9 +5,9 @@ device; then, once every rank has reported success, ``.metadata`` and the hashes
 becomes a checkpoint only by ``write_marker``, which is the caller's step. The path of the bytes is drawn in
 ``strategies.base``.
 
-What is exchanged: one number per rank while the structure of the state is that of the save before; else the plans, as
-arrays, once and to one rank, which checks that every element is written exactly once. After the writes the lengths of
-the objects and the hashes go to the same rank.
+What is exchanged: a few numbers per rank while the structure of the state is that of the save before; else the plans,
+as arrays, once and to one rank, which checks that every element is written exactly once. After the writes the lengths
+of the objects and the hashes, if there are any, go to the same rank.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ import torch
 from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, TORCH_DIST
 from megalite.dist_checkpointing.exchange_utils import agreed
 from megalite.dist_checkpointing.integrity import SHA256_FILE, XXH3_FILE, HashedFile, Integrity, hash_of, manifest
-from megalite.dist_checkpointing.mapping import ShardedTensor
+from megalite.dist_checkpointing.mapping import ShardedTensor, volume
 from megalite.dist_checkpointing.safe import find_unreadable
 from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves, common_part, digests_of_common
 from megalite.dist_checkpointing.strategies.base import GlobalSavePlan, ItemFraming, SavePlan, SynchronousStaging
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
-from megalite.dist_checkpointing.strategies.fully_parallel import Share, checked_share, describe, exchange_shares
+from megalite.dist_checkpointing.strategies.fully_parallel import (
+    Holdings,
+    Share,
+    checked_share,
+    describe,
+    exchange_shares,
+)
 from megalite.dist_checkpointing.strategies.planning import (
     file_sizes,
     frame_objects,
@@ -41,7 +47,7 @@ from megalite.dist_checkpointing.strategies.planning import (
 from megalite.dist_checkpointing.strategies.torch_dist import IndexWriter
 from megalite.dist_checkpointing.strategies.writer import ItemWriter
 from megalite.dist_checkpointing.validation import check_declared, check_exactly_once, check_objects, shown_names
-from megalite.utils.dist import Group
+from megalite.utils.dist import SINGLE, Group
 from megalite.utils.errors import SaveError
 from megalite.utils.files import FaultHook, no_fault, replace_atomically, write_durably
 
@@ -153,11 +159,15 @@ def write_marker(folder: Path, hook: FaultHook = no_fault) -> None:
 
 def _clear(folder: Path, hook: FaultHook) -> None:
     """Remove what an unfinished save left; a finished one is not overwritten."""
+    if not folder.is_dir():
+        raise SaveError(f"{folder} is no folder; create it before saving into it")
     if (folder / MARKER_FILE).exists():
         raise SaveError(f"{folder} holds a finished checkpoint, which a save would damage; remove it or name another")
     with _explained(folder):
         for path in folder.iterdir():
-            if path.name in (COMMON_FILE, INDEX_FILE, SHA256_FILE, XXH3_FILE) or path.suffix == ".distcp":
+            is_temporary = path.name.startswith(".") and path.suffix == ".tmp"
+            is_ours = path.name in (COMMON_FILE, INDEX_FILE, SHA256_FILE, XXH3_FILE) or path.suffix == ".distcp"
+            if is_temporary or is_ours:
                 hook("unlink", path)
                 path.unlink()
 
@@ -241,13 +251,10 @@ def _plan(
     cache.digest = None
     tensors = draft.leaves.tensors
     holdings = agreed(group, what, lambda: describe(tensors, framing))
-    sharing = options.parallel_group
-    if sharing is not None and sharing.size > 1:
-        answer = exchange_shares(holdings, sharing)
-        share = agreed(group, what, lambda: checked_share(tensors, answer, sharing))
-    else:
-        mains = np.flatnonzero(holdings.is_main)
-        share = np.stack([mains, np.zeros_like(mains), holdings.rows[mains], np.ones_like(mains)], axis=1)
+    # A group of one needs no exchange; whether it is one may differ from rank to rank, what all ranks do must not.
+    sharing = options.parallel_group or SINGLE
+    answer = exchange_shares(holdings, sharing) if sharing.size > 1 else _declared_share(holdings)
+    share = agreed(group, what, lambda: checked_share(tensors, answer, sharing))
 
     def plan_locally() -> SavePlan:
         own, objects = _share_of(draft.leaves, share), list(draft.objects)
@@ -271,8 +278,17 @@ def _plan(
     cache.plannings += 1
 
 
+def _declared_share(holdings: Holdings) -> Share:
+    """Return the share of a rank that writes what it declares to be its own."""
+    mains = np.flatnonzero(holdings.is_main)
+    return np.stack([mains, np.zeros_like(mains), holdings.rows[mains], np.ones_like(mains)], axis=1)
+
+
 def _share_of(leaves: ShardedLeaves, share: Share) -> list[ShardedTensor]:
-    return [leaves.tensors[block].rows(first, end) for block, first, end, _ in share.tolist()]
+    """Return the blocks to write. An empty one is left out unless its whole tensor is empty: it would take the place
+    of the block that begins where it does."""
+    blocks = [leaves.tensors[block].rows(first, end) for block, first, end, _ in share.tolist()]
+    return [block for block in blocks if block.data.numel() or not volume(block.global_shape)]
 
 
 def _finish(

@@ -35,17 +35,24 @@ def common_part(tree: dict) -> dict:
 
 
 def digests_of_common(common: dict) -> dict[str, bytes]:
-    """Return a digest of every plain value by its dotted name; equal values have equal digests on all ranks."""
+    """Return a digest of every plain value and container by its dotted name; equal on all ranks for equal values."""
     found: dict[str, bytes] = {}
-    for path, leaf in iter_leaves(common):
-        if isinstance(leaf, (argparse.Namespace, types.SimpleNamespace)):
-            inner = digests_of_common(vars(leaf))
-            found.update({f"{dotted(path)}.{name}": digest for name, digest in inner.items()})
-        else:
-            digest = hashlib.blake2b(digest_size=8)
-            for part in _canonical(leaf):
-                digest.update(part)
-            found[dotted(path)] = digest.digest()
+    rest: list[tuple[Path, Any]] = [((), common)]
+    while rest:
+        path, value = rest.pop()
+        inner = vars(value) if isinstance(value, (argparse.Namespace, types.SimpleNamespace)) else value
+        parts: list[tuple[Any, Any]] | None = None
+        if isinstance(inner, dict):
+            parts = list(inner.items())
+        elif isinstance(inner, list):
+            parts = list(enumerate(inner))
+        digest = hashlib.blake2b(digest_size=8)
+        # A container counts with its type and size, so that an empty one is not the same as none.
+        pieces = _canonical(value) if parts is None else [f"{type(value).__name__} {len(parts)}".encode()]
+        for piece in pieces:
+            digest.update(len(piece).to_bytes(8, "little") + piece)
+        found[dotted(path)] = digest.digest()
+        rest += [((*path, key), part) for key, part in parts or ()]
     return found
 
 
@@ -60,6 +67,7 @@ def _canonical(value: Any) -> Iterator[bytes]:
         yield repr((value.dtype, value.shape)).encode()
         yield value.tobytes()
     elif isinstance(value, (tuple, list)):
+        yield str(len(value)).encode()
         for part in value:
             yield from _canonical(part)
     elif isinstance(value, dict):

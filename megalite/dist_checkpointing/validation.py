@@ -26,7 +26,7 @@ class StrictHandling(Enum):
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Unexpected keys are an error; nothing is asked of other ranks."""
+    """The same as ``raise_unexpected``: Megatron's name for leaving it to the reader."""
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are one WARNING, and keep their local value."""
     LOG_ALL = "log_all"

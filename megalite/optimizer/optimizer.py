@@ -265,6 +265,6 @@ class MixedPrecisionOptimizer:
             )
         for group in self.param_groups:
             for master in group["params"]:
-                self.adam.state[master]["step"].fill_(float(saved[group_identity(group)].get("step", 0)))
-        self.num_steps = max((int(group.get("step", 0)) for group in saved.values()), default=0)
+                self.adam.state[master]["step"].fill_(float(saved[group_identity(group)]["step"]))
+        self.num_steps = max(int(group["step"]) for group in saved.values())
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))

@@ -57,9 +57,13 @@ def replace_atomically(path: Path, data: bytes, hook: FaultHook = no_fault) -> N
     """Replace ``path`` by ``data`` so that a reader sees the old content or the new, also after a power loss."""
     # A leading dot and the pid keep readers of the folder from taking the temporary for the file itself.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write_durably(temporary, data, hook)
-    hook("rename", path)
-    os.replace(temporary, path)
+    try:
+        write_durably(temporary, data, hook)
+        hook("rename", path)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     hook("fsync_directory", path.parent)
     fsync_directory(path.parent)
 

@@ -84,7 +84,7 @@ def test_r4_4_7_weights_follow_every_change_and_streams_those_of_dp(
 
 
 def _save_twice(config: Config) -> tuple[list[Any], list[LocalState]]:
-    """Save at two iterations; record what the tracker named at each file operation, and destroy the state after."""
+    """Save at two iterations; record what the tracker named at each file operation; spoil the weights after each."""
     group = world_group()
     seen: list[Any] = []
     root = Path(config.checkpoint.save)
@@ -99,12 +99,12 @@ def _save_twice(config: Config) -> tuple[list[Any], list[LocalState]]:
             run_steps(ctx, 1)
             states.append(local_state(ctx))
             save_checkpoint(ctx)
+            with torch.no_grad():
+                for chunk in ctx.state.chunks:
+                    for buffer in chunk.buffers:
+                        buffer.values.mul_(1.5)
             assert read_tracker(root) == ctx.progress.iteration
             group.barrier()
-    with torch.no_grad():
-        for chunk in ctx.state.chunks:
-            for buffer in chunk.buffers:
-                buffer.values.fill_(9.0)
     return seen, states
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.checkpoint import load as load_module
 from megalite.checkpoint import manager as manager_module
 from megalite.checkpoint.paths import TRACKER, iteration_folder, read_tracker
 from megalite.checkpoint.save import state_to_save
 from megalite.config.loader import UnresolvedConfig, config_from_dict, config_to_dict
 from megalite.config.schema import Config
 from megalite.training.setup import training_run
-from megalite.utils.errors import CheckpointError, MegaliteError
+from megalite.utils.errors import CheckpointError, DamagedCheckpointError, MegaliteError
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import LocalState, Topology, global_state, local_state, make_config, run_steps, unequal
 
@@ -116,19 +117,40 @@ def test_p9_ranks_that_read_different_trackers_all_refuse_to_start(tmp_path: Pat
     assert "rank 0 read 10; rank 1 do not see the folder" in refusal[1]
 
 
-def _start_blind(config: Config) -> tuple[type, str]:
-    if os.environ["RANK"] == "1":
+def _start_blind(config: Config, blind: int) -> tuple[type, str]:
+    if os.environ["RANK"] == str(blind):
         real = Path.is_dir
-        Path.is_dir = lambda path: real(path) and path.name != "iter_0000001"
+        Path.is_dir = lambda path: real(path) and path.name != "iter_0000002"
     return _refusal(config)
 
 
-def test_a_rank_that_does_not_see_the_step_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_rank_that_does_not_see_the_step_is_named_and_nobody_falls_back(tmp_path: Path, blind: int) -> None:
     save = {"save": str(tmp_path / "run"), "save_interval": 1}
-    run_on_ranks(2, _train, _config((1, 1, 2), **save), 1)
-    (refusal,) = set(run_on_ranks(2, _start_blind, _config((1, 1, 2), **save, fallback="error")))
+    run_on_ranks(2, _train, _config((1, 1, 2), **save), 2)
+    config = _config((1, 1, 2), **save, fallback="newest_complete")
+    (refusal,) = set(run_on_ranks(2, _start_blind, config, blind))
     assert refusal[0] is CheckpointError
-    assert "iter_0000001 is not there for rank 1, but for the other ranks it is" in refusal[1]
+    assert f"iter_0000002 is not there for rank {blind}, but for the other ranks it is" in refusal[1]
+
+
+def _start_with_other_states(config: Config) -> tuple[type, str]:
+    real = load_module.restore_random_states
+
+    def restore(tracker: Any, states: dict[str, Any]) -> None:
+        if os.environ["RANK"] == "1":
+            states = {**states, "np_rng_state": ("MT19937", [1, 2, 3])}
+        real(tracker, states)
+
+    load_module.restore_random_states = restore
+    return _refusal(config)
+
+
+def test_random_states_of_one_rank_that_cannot_be_set_are_an_error_on_all(tmp_path: Path) -> None:
+    save = {"save": str(tmp_path / "run"), "save_interval": 1}
+    run_on_ranks(2, _train, _config((2, 1, 1), **save), 1)
+    (refusal,) = set(run_on_ranks(2, _start_with_other_states, _config((2, 1, 1), **save)))
+    assert refusal[0] is DamagedCheckpointError and "does not hold what a trainer stores" in refusal[1]
 
 
 # Masters with the digits of the file

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.checkpoint.optimizer_layouts import Buckets as OptimizerParts
 from megalite.checkpoint.paths import iteration_folder
 from megalite.dist_checkpointing.serialization import load_common_state_dict, load_plain_objects, read_index
 from megalite.training.context import TrainContext
@@ -141,11 +142,10 @@ def test_p6_bucket_file_of_megatron_at_another_tp_or_pp_is_one_error(topology: T
     assert outcome is not None and outcome[0] is TopologyMismatchError
     assert f"saved at TP=1 PP=1 with its optimizer as dp_reshardable, this run has TP={topology[0]}" in outcome[1]
     assert "checkpoint.dist_ckpt_optim_fully_reshardable on" in outcome[1] and "fully-parallel-save" not in outcome[1]
-    without = {"checkpoint": {"no_load_optim": True}}
     config = make_config(
         *settings, {"checkpoint": {"load": str(fixture / "ckpt"), "no_load_optim": True}}, topology=topology
     )
-    assert without and set(run_on_ranks(prod(topology), _start_error, config)) == {None}
+    assert set(run_on_ranks(prod(topology), _start_error, config)) == {None}
 
 
 # Files of ours
@@ -354,3 +354,49 @@ def test_description_of_the_fixtures_is_what_the_settings_assume() -> None:
     for name in (*FULLY, BUCKET_FIXTURE):
         common = load_common_state_dict(checkpoint_of(megatron_fixture(name)))
         assert common["iteration"] == 3 and json.dumps(common["opt_param_scheduler"])
+
+
+def _with_other_objects(config: Any, name: str, value: Any) -> tuple[type, str] | None:
+    """Let rank 1's cell hold ``value`` under ``name``, as a damaged file would."""
+    real = OptimizerParts.apply
+
+    def apply(self: Any, run: Any, common: Any, loaded: Any) -> None:
+        if run.parallel.world.rank == 1:
+            loaded["optimizer_objects"][name] = value
+        real(self, run, common, loaded)
+
+    OptimizerParts.apply = apply
+    try:
+        return _start_error(config)
+    finally:
+        OptimizerParts.apply = real
+
+
+@pytest.mark.parametrize("value", [None, {}, {"param_groups": [{"wd_mult": 1.0}]}, {"param_groups": 7}], ids=str)
+def test_objects_of_one_cell_that_are_no_optimizers_are_an_error_on_all_ranks(tmp_path: Path, value: Any) -> None:
+    _train((2, 1, 1), tmp_path / "run", BUCKETS)
+    config = make_config(BATCH, {"checkpoint": {"load": str(tmp_path / "run")}}, topology=(2, 1, 1))
+    (outcome,) = set(run_on_ranks(2, _with_other_objects, config, "optimizer", value))
+    assert outcome is not None and issubclass(outcome[0], CheckpointError)
+
+
+def test_cells_of_other_steps_are_refused(tmp_path: Path) -> None:
+    _train((2, 1, 1), tmp_path / "run", BUCKETS)
+    config = make_config(BATCH, {"checkpoint": {"load": str(tmp_path / "run")}}, topology=(2, 1, 1))
+    identity = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 5.0}
+    groups = {"param_groups": [{"wd_mult": wd_mult, **identity} for wd_mult in (1.0, 0.0)]}
+    (outcome,) = set(run_on_ranks(2, _with_other_objects, config, "optimizer", groups))
+    assert outcome is not None and "states of the steps 2, 5" in outcome[1]
+
+
+def _without_step(tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
+    _as_foreign(common)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        del group["step"]
+
+
+def test_a_step_that_is_missing_is_not_taken_for_the_first(tmp_path: Path) -> None:
+    _train((1, 1, 1), tmp_path / "run")
+    foreign = _rewritten(tmp_path / "run", tmp_path / "foreign", _without_step)
+    (outcome,) = run_on_ranks(1, _start_error, make_config(BATCH, {"checkpoint": {"load": str(foreign)}}))
+    assert outcome is not None and "step" in outcome[1]

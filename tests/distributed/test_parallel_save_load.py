@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megalite.dist_checkpointing.serialization import (
@@ -20,7 +21,7 @@ from megalite.dist_checkpointing.serialization import (
     save,
     write_marker,
 )
-from megalite.utils.dist import world_group
+from megalite.utils.dist import SINGLE, Group, world_group
 from megalite.utils.errors import CheckpointError, MegaliteError, SaveError
 from tests.helpers.grid_state import STATES, WHOLE, Grid, block_of, parameters_of, state_of
 from tests.helpers.ranks import run_on_ranks
@@ -241,3 +242,49 @@ def test_p12_tensor_that_nobody_would_write_is_an_error(tmp_path, parallel):
     """P12: with every replica_id wrong, a tensor must not be missing in silence."""
     (outcome,) = set(run_on_ranks(2, _no_main, tmp_path, parallel))
     assert outcome[0] is SaveError and "no rank writes w: " in outcome[1]
+
+
+def _uneven(path, empty_rank):
+    """One rank has no rows of a tensor, and all hold nothing of another."""
+    group = world_group()
+    rows = [0 if rank == empty_rank else 4 for rank in range(group.size)]
+    data = torch.full((rows[group.rank], 4), float(group.rank))
+    offset = (sum(rows[: group.rank]), 0)
+    nothing = ShardedTensor.from_rank_offsets("nothing", torch.zeros(0, 3), (0, group.rank, group.size))
+    state = {"w": ShardedTensor.from_block("w", data, (sum(rows), 4), offset), "nothing": nothing}
+    save(state, path, group=group)
+    if group.is_first:
+        write_marker(path)
+    group.barrier()
+    data.zero_()
+    load(state, path, group=group)
+    return bool((data == group.rank).all())
+
+
+@pytest.mark.parametrize("empty_rank", [0, 1, 2])
+def test_a_rank_without_rows_does_not_take_the_place_of_another(tmp_path, empty_rank):
+    assert run_on_ranks(3, _uneven, tmp_path, empty_rank) == [True] * 3
+    found = load_plain_tensors(tmp_path)
+    assert found["w"].shape == (8, 4) and found["nothing"].shape == (0, 3)
+
+
+def _unequal_groups(path, alone):
+    """Two ranks share their blocks, the third is alone in its group or has none."""
+    group = world_group()
+    pair = dist.new_group([0, 1])
+    sharing = Group((0, 1), group.rank, pair) if group.rank < 2 else (SINGLE if alone else None)
+    leaf = ShardedTensor.from_rank_offsets(
+        "w", torch.full((50, 4), float(group.rank // 2)), (0, group.rank // 2, 2), replica_id=group.rank % 2
+    )
+    save({"w": leaf}, path, group=group, options=SaveOptions(parallel_group=sharing))
+    if group.is_first:
+        write_marker(path)
+    group.barrier()
+    leaf.data.zero_()
+    load({"w": leaf}, path, group=group, options=LoadOptions(parallel_group=sharing))
+    return leaf.data.unique().tolist()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_groups_that_share_need_not_be_equally_large(tmp_path, alone):
+    assert run_on_ranks(3, _unequal_groups, tmp_path, alone) == [[0.0], [0.0], [1.0]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from megalite.dist_checkpointing.core import require_inside
+from megalite.dist_checkpointing.core import require_inside, unreadable
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import DamagedCheckpointError
 from megalite.utils.files import FaultHook, no_fault
@@ -72,7 +72,7 @@ class FileSource:
                 self._open(file)
             present = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         if offset + length > present:
             raise DamagedCheckpointError(
                 f"{path} is cut short: it has {present} bytes, the index needs {offset + length}; use another "
@@ -88,7 +88,7 @@ class FileSource:
                     raise OSError(errno.EIO, "the file has become shorter", str(path))
                 target, offset = target[done:], offset + done
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
     def _open(self, file: str) -> None:
         self.close()
@@ -107,7 +107,3 @@ class FileSource:
         if self._file is not None:
             self._file.close()
         self._file = self._name = None
-
-
-def _unreadable(path: Path, error: OSError) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another")

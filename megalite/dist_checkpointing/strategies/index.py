@@ -26,6 +26,7 @@ _MOST_ELEMENTS = 2**56
 """With these, the sums and products of the search for overlaps fit 64 bits."""
 _SHOWN_PER_TENSOR = 16
 _SHOWN_CELLS = 8
+_MOST_PROBLEMS = 100
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def parse_index(data: bytes, where: str) -> CheckpointIndex:
 def check_index(index: CheckpointIndex, where: str) -> None:
     """Raise CheckpointError unless chunks cover each tensor exactly once, object grids are full and no two items
     share bytes."""
-    _raise_first(list(index_problems(index)), where)
+    _raise_first(list(itertools.islice(index_problems(index), _MOST_PROBLEMS)), where)
 
 
 def _raise_first(problems: Sequence[IndexProblem], where: str) -> None:
@@ -177,10 +178,11 @@ def _coverage_problems(index: CheckpointIndex) -> Iterator[IndexProblem]:
     covered = np.zeros(len(tensors), dtype=np.int64)
     np.add.at(covered, owner, sizes.prod(axis=1, dtype=np.int64))
     overlaps = find_overlap(owner, offsets, sizes) is not None
+    ends = np.cumsum([len(tensor.chunks) for _, tensor in tensors]).tolist()
     for number, (key, tensor) in enumerate(tensors):
         # Tensors are only looked at one by one when something is known to be wrong.
         if overlaps or covered[number] != math.prod(tensor.shape):
-            mine = owner == number
+            mine = slice(ends[number] - len(tensor.chunks), ends[number])
             yield from _tensor_problems(key, tensor, offsets[mine], sizes[mine])
 
 
@@ -269,10 +271,10 @@ def _sharing_problems(index: CheckpointIndex) -> Iterator[IndexProblem]:
     file, start, length = places[order].T
     new_file = np.concatenate(([True], file[1:] != file[:-1]))[: len(file)]
     reach = _running_maximum(start + length, new_file)
+    # The last item whose end is the reach so far: the one that a later item meets.
+    furthest = np.maximum.accumulate(np.where(start + length == reach, np.arange(len(file)), 0))
     for later in np.flatnonzero((start[1:] < reach[:-1]) & ~new_file[1:] & (length[1:] > 0)) + 1:
-        earlier = later - 1
-        while start[earlier] + length[earlier] <= start[later]:
-            earlier -= 1
+        earlier = furthest[later - 1]
         (one, _), (other, item) = items[order[earlier]], items[order[later]]
         yield IndexProblem(f"{one} and {other} share bytes from {item.offset} of {item.file}", other, item.file)
 

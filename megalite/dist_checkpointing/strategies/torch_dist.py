@@ -58,8 +58,11 @@ class IndexWriter:
                 rectangles[place] = dcp.ChunkStorageMetadata(
                     *(shapes.setdefault(shape, torch.Size(shape)) for shape in place)
                 )
-            self._tensors[blocks.keys[key]].chunks.append(rectangles[place])
             offset = rectangles[place].offsets
+            if dcp.MetadataIndex(blocks.keys[key], offset) in self._storage:
+                # Of a tensor without elements every block is the whole.
+                continue
+            self._tensors[blocks.keys[key]].chunks.append(rectangles[place])
             info = _StorageInfo(plan.files[file], start, length)
             self._storage[dcp.MetadataIndex(blocks.keys[key], offset)] = info
 

@@ -19,7 +19,7 @@ _WORTH_DIRECT = 8 << 20
 
 
 class ItemWriter:
-    """Writes the items of a plan and returns their hashes."""
+    """Writes the items of a plan and returns their hashes, if there are to be any."""
 
     def __init__(
         self, folder: Path, staging: Staging, framing: ItemFraming, integrity: Integrity, hook: FaultHook
@@ -34,7 +34,7 @@ class ItemWriter:
             return []
         is_direct = int(plan.lengths.sum()) >= _WORTH_DIRECT and takes_direct_writes(self.folder)
 
-        def write_file(number: int) -> HashedFile:
+        def write_file(number: int) -> HashedFile | None:
             members = np.flatnonzero(plan.file_of == number)
             members = members[np.argsort(plan.starts[members], kind="stable")].tolist()
             lengths = [int(plan.lengths[member]) for member in members]
@@ -49,7 +49,7 @@ class ItemWriter:
                 files = list(threads.map(write_file, range(len(plan.files))))
         self.hook("fsync_directory", self.folder)
         fsync_directory(self.folder)
-        return files
+        return [file for file in files if file is not None]
 
     def _write_file(
         self,
@@ -58,7 +58,7 @@ class ItemWriter:
         lengths: Sequence[int],
         objects: Sequence[bytes],
         is_direct: bool,
-    ) -> HashedFile:
+    ) -> HashedFile | None:
         sink = open_sink(self.folder / name, is_direct, self.hook)
         hasher = Hasher(self.integrity)
         try:
@@ -74,6 +74,8 @@ class ItemWriter:
             sink.abort()
             raise
         sink.close()
+        if self.integrity == "off":
+            return None
         sizes = [*lengths, *map(len, objects)]
         starts = np.cumsum([0, *sizes]).tolist()
         return HashedFile(name, list(zip(starts, sizes, strict=False)), hasher.digest())

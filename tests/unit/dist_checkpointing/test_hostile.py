@@ -5,6 +5,7 @@ The exploits stay here so that no change of the readers lets them in again (SEC-
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -12,12 +13,14 @@ import pickle
 import random
 import shutil
 import struct
+import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
@@ -28,12 +31,16 @@ from megalite.dist_checkpointing import (
     SaveOptions,
     ShardedObject,
     ShardedTensor,
+    core,
     load,
     load_common_state_dict,
     safe,
     save,
     write_marker,
 )
+from megalite.dist_checkpointing.integrity import verify_manifests
+from megalite.dist_checkpointing.strategies.base import CheckpointIndex, StoredItem
+from megalite.dist_checkpointing.strategies.index import check_index
 from megalite.utils.dist import SINGLE
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
@@ -489,3 +496,70 @@ def test_marker_with_the_same_meaning_is_still_another_file(folder: Path) -> Non
     (folder / "metadata.json").write_text(json.dumps(content, indent=1))
     _load(folder)
     _refused(folder, "metadata.json", verify_integrity="xxh3")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "..", ""])
+def test_manifests_that_name_files_outside_the_folder_are_refused(folder: Path, name: str) -> None:
+    (folder.parent / "secret").write_bytes(b"secret")
+    path = folder / "integrity_xxh3.npz"
+    with np.load(path) as arrays:
+        content = {key: arrays[key] for key in arrays.files}
+    content["files"] = np.array([name if entry == "common.pt" else entry for entry in content["files"].tolist()])
+    np.savez(path, **content)
+    _refused(folder, "integrity_xxh3.npz", verify_integrity="xxh3")
+    assert all("secret" not in text for text in verify_manifests(folder))
+
+
+def test_compressed_manifests_are_refused(folder: Path) -> None:
+    path = folder / "integrity_xxh3.npz"
+    with np.load(path) as arrays:
+        content = {key: arrays[key] for key in arrays.files}
+    content["bomb"] = np.zeros(20 << 20, dtype=np.uint8)
+    np.savez_compressed(path, **content)
+    _refused(folder, "integrity_xxh3.npz", "compressed", verify_integrity="xxh3")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json"])
+def test_what_the_disk_is_to_blame_for_is_not_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """An older step would fare no better: no fallback because of it."""
+    real = core.read_regular_file
+
+    def fail(path: Path, limit: int | None = None) -> bytes:
+        if path.name == name:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, limit)
+
+    monkeypatch.setattr(core, "read_regular_file", fail)
+    with pytest.raises(CheckpointError, match=name) as caught:
+        _load(folder)
+    assert type(caught.value) is CheckpointError
+
+
+def test_too_little_memory_is_not_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **settings: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(CheckpointError, match="needs more memory") as caught:
+        load_common_state_dict(folder)
+    assert type(caught.value) is CheckpointError
+
+
+def test_a_marker_of_a_later_version_is_not_damage(folder: Path) -> None:
+    content = json.loads((folder / "metadata.json").read_text()) | {"compression": "zstd"}
+    (folder / "metadata.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="'compression', which this version does not know") as caught:
+        _load(folder)
+    assert type(caught.value) is CheckpointError
+
+
+def test_one_item_that_claims_a_whole_file_is_found_quickly() -> None:
+    items = {f"o/shard_{i}_20000": StoredItem("x", 100 * i, 100) for i in range(1, 20_000)}
+    items["o/shard_0_20000"] = StoredItem("x", 0, 10**7)
+    begin = time.perf_counter()
+    with pytest.raises(DamagedCheckpointError, match="share bytes"):
+        check_index(CheckpointIndex({}, items), "index")
+    assert time.perf_counter() - begin < 5

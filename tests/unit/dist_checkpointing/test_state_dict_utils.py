@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import copy
 
 import pytest
@@ -12,7 +13,7 @@ from megalite.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves, common_part
+from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves, common_part, digests_of_common
 from megalite.utils.errors import CheckpointError
 
 
@@ -89,3 +90,21 @@ def test_factories_are_expanded_and_merged_without_touching_the_request():
 def test_sharded_leaf_inside_a_tuple_is_refused():
     with pytest.raises(ValueError, match="a.b is a tuple with sharded leaves"):
         ShardedLeaves({"a": {"b": (1, _tensor())}})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": {}, "b": 1}, {"b": 1}),
+        ({"a": [1]}, {"a": {0: 1}}),
+        ({"a": ((1, 2), 3)}, {"a": ((1,), 2, 3)}),
+        ({"a": []}, {"a": ()}),
+        ({"a": 1}, {"a": True}),
+        ({"a": 1.0}, {"a": 1}),
+        ({"a": argparse.Namespace(x=1)}, {"a": {"x": 1}}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)}),
+    ],
+)
+def test_plain_values_that_differ_in_anything_have_other_digests(one, other):
+    assert digests_of_common(one) != digests_of_common(other)
+    assert digests_of_common(one) == digests_of_common(copy.deepcopy(one))
