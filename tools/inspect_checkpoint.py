@@ -114,6 +114,8 @@ def _print_difference(found: dict[str, Any]) -> None:
         print(f"{name}: {one} against {other}")
     for key, entry in found.get("values", {}).items():
         print(f"{key}: {entry['elements']:,} of {entry['of']:,} elements differ, by at most {entry['largest']:.6g}")
+    for key in found.get("objects", []):
+        print(f"{key}: objects differ")
     if is_equal(found):
         print("equal" if "values" in found else "equal in keys, shapes and plain values (--values compares elements)")
 

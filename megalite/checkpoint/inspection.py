@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megalite.checkpoint.paths import iteration_folder, read_tracker, step_folder
@@ -22,7 +23,8 @@ from megalite.dist_checkpointing.archive import check_records, find_records
 from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_entry, read_marker
 from megalite.dist_checkpointing.integrity import SHA256_FILE, XXH3_FILE, verify_manifests
 from megalite.dist_checkpointing.mapping import ShardedTensor
-from megalite.dist_checkpointing.serialization import load_common_state_dict, read_index
+from megalite.dist_checkpointing.serialization import load_common_state_dict, load_plain_objects, read_index
+from megalite.dist_checkpointing.state_dict_utils import digests_of_common
 from megalite.dist_checkpointing.strategies.base import CheckpointIndex, StoredItem, StoredTensor
 from megalite.dist_checkpointing.strategies.filesystem import FileSource
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
@@ -218,22 +220,48 @@ def _file_findings(folder: Path, index: CheckpointIndex) -> Iterator[Json]:
     for path in sorted(folder.iterdir()):
         if path.name not in named and path.name not in _OWN_FILES and path.name not in _READABLE:
             yield {"text": f"{path.name} is named by nothing in the checkpoint", "key": None, "file": path.name}
+    for name in sorted(named):
+        end = max(item.offset + item.length for _, item in items if item.file == name)
+        path = folder / name
+        if path.is_file() and path.stat().st_size > end:
+            text = f"{path} has {path.stat().st_size - end} bytes at its end that belong to no item"
+            yield {"text": text, "key": None, "file": name}
     source = FileSource(folder)
     try:
-        for key, item in items:
+        for key, item, kind in _typed_items(index):
             try:
-                _check_item(source, item, f"{key} in {folder / item.file}")
+                _check_item(source, item, kind, f"{key} in {folder / item.file}")
             except CheckpointError as error:
                 yield {"text": str(error), "key": key, "file": item.file}
     finally:
         source.close()
 
 
-def _check_item(source: FileSource, item: StoredItem, where: str) -> None:
+Kind = tuple[torch.dtype, tuple[int, ...]]
+
+
+def _typed_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredItem, Kind | None]]:
+    """Yield (name, item, type and shape of what it has to hold; None for an object)."""
+    yield from ((key, item, None) for key, item in index.objects.items())
+    for key, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            name = key if len(tensor.chunks) == 1 else f"{key} at {chunk.offset}"
+            yield name, chunk.item, (tensor.dtype, chunk.sizes)
+
+
+def _check_item(source: FileSource, item: StoredItem, kind: Kind | None, where: str) -> None:
+    """Raise CheckpointError unless an item is a sound archive of what the index says it is."""
+
     def read(start: int, length: int) -> bytes:
         return source.read(item.file, item.offset + start, length)
 
     check_records(read, find_records(read, item.length, where), where)
+    framing = TorchSaveFraming()
+    if kind is None:
+        framing.parse_object(read(0, item.length), where)
+    elif framing.find_elements(read, item.length, *kind, where) is None:
+        # Not as torch lays out a plain tensor of this type and shape: loading it tells whether it is one all the same.
+        framing.parse_tensor(read(0, item.length), *kind, where)
 
 
 # Comparison
@@ -258,6 +286,9 @@ def difference(one: Path, other: Path, with_values: bool = False) -> Json:
     if with_values:
         same = [key for key in both if key not in shapes]
         result["values"] = {key: found for key in same if (found := _compare(key, (one, other), indices)) is not None}
+        shared = sorted(indices[0].objects.keys() & indices[1].objects.keys())
+        stored = [load_plain_objects(folder, shared) for folder in (one, other)]
+        result["objects"] = [key for key in shared if _digests(stored[0][key]) != _digests(stored[1][key])]
     return result
 
 
@@ -280,6 +311,10 @@ def _common_differences(one: Any, other: Any) -> Json:
     }
 
 
+def _digests(value: Any) -> dict[str, bytes]:
+    return digests_of_common({"value": value})
+
+
 def _plain_leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted path, value as text) of nested plain values."""
     inner = vars(value) if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) else value
@@ -289,6 +324,9 @@ def _plain_leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(inner, list) and any(isinstance(part, (dict, list)) for part in inner):
         for position, part in enumerate(inner):
             yield from _plain_leaves(part, f"{path}.{position}")
+    elif isinstance(inner, (torch.Tensor, np.ndarray)):
+        # Long ones are cut short when they are printed.
+        yield path, f"{inner.dtype} {tuple(inner.shape)} with digest {_digests(inner)['value'].hex()[:12]}"
     else:
         yield path, str(inner)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megalite.checkpoint.inspection import difference, find_step, is_equal, keys, part_of, summary, verify
 from megalite.dist_checkpointing import SaveOptions, ShardedObject, ShardedTensor, save, write_marker
@@ -158,6 +158,41 @@ def test_verify_names_what_is_wrong(step: Path, damage: Any, expected: str, key:
     assert findings and any(expected in entry["text"] for entry in findings)
     (entry,) = [entry for entry in findings if expected in entry["text"]][:1]
     assert (key is None or entry["key"] == key) and (file is None or entry["file"] == file)
+
+
+def _swap_items(step: Path) -> None:
+    def edit(metadata: Any) -> None:
+        one, other = (
+            MetadataIndex(key, torch.Size((0,))) for key in ("optimizer.state.param.w", "optimizer.state.long")
+        )
+        places = metadata.storage_data
+        places[one], places[other] = places[other], places[one]
+
+    _edit_index(step, edit)
+
+
+def test_verify_notices_exchanged_items_and_bytes_that_belong_to_nothing(tmp_path: Path) -> None:
+    state = _state()
+    state["long"] = ShardedTensor.from_rank_offsets("optimizer.state.long", torch.ones(9))
+    folder = _write(tmp_path / "a", state)
+    with open(folder / "__0_0.distcp", "ab") as file:
+        file.write(b"xyz")
+    (entry,) = verify(folder)
+    assert "3 bytes at its end that belong to no item" in entry["text"]
+    _swap_items(folder)
+    assert {entry["key"] for entry in verify(folder)} == {None, "optimizer.state.param.w", "optimizer.state.long"}
+
+
+def test_difference_looks_into_objects_and_long_tensors_of_the_common_part(tmp_path: Path) -> None:
+    def state(last: float, note: int) -> dict[str, Any]:
+        long = torch.zeros(5000)
+        long[2500] = last
+        return {"long": long, "rng": ShardedObject("rng_state", {"x": [1, note]}, (1, 1), (0, 0))}
+
+    one, other = _write(tmp_path / "a", state(0.0, 1)), _write(tmp_path / "b", state(1.0, 2))
+    found = difference(one, other, with_values=True)
+    assert set(found["common"]) == {"long"} and found["objects"] == ["rng_state/shard_0.0_1.1"]
+    assert is_equal(difference(one, one, with_values=True))
 
 
 def test_verify_lists_all_findings_and_the_manifests(tmp_path: Path) -> None:
