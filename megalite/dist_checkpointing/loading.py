@@ -38,7 +38,7 @@ from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves
 from megalite.dist_checkpointing.strategies.base import CheckpointIndex, LoadPlan
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.fully_parallel import checked_share, describe, exchange_shares
-from megalite.dist_checkpointing.strategies.index import check_index, parse_index
+from megalite.dist_checkpointing.strategies.index import check_index, iter_items, parse_index
 from megalite.dist_checkpointing.strategies.parallel_load import ExchangeAlgo, PieceExchange
 from megalite.dist_checkpointing.strategies.planning import blocks_of, merge_blocks
 from megalite.dist_checkpointing.strategies.reader import ItemReader
@@ -112,6 +112,8 @@ def load(
         if group.is_first:
             # One rank looks at the whole: every chunk once, no byte in two items.
             check_index(index, str(folder / INDEX_FILE))
+        if options.verify_integrity == "sha256" and header.hashes is not None:
+            _check_listed(header.hashes, index, folder)
         has_blocks = options.verify_integrity == "xxh3" and header.hashes is not None
         hashes = BlockHashes(header.hashes, str(folder / XXH3_FILE)) if has_blocks else None
         return _parse_common(header.common, folder), index, ShardedLeaves(sharded_state_dict), hashes
@@ -174,6 +176,17 @@ def _verify_files(header: _Header, folder: Path, group: Group, options: LoadOpti
     findings = sorted(sum(group.all_gather_object(found), []))
     if findings:
         raise DamagedCheckpointError(f"{folder} is damaged: {'; '.join(findings)}; use another checkpoint")
+
+
+def _check_listed(manifest: bytes, index: CheckpointIndex, folder: Path) -> None:
+    """Raise DamagedCheckpointError unless the manifest lists every file that is read; others were not verified."""
+    where = folder / SHA256_FILE
+    used = {item.file for _, item in iter_items(index)} | {COMMON_FILE, INDEX_FILE, MARKER_FILE}
+    missing = sorted(used - parse_sha256(manifest, str(where)).keys())
+    if missing:
+        raise DamagedCheckpointError(
+            f"{where} has no hash of {shown_names(missing)}: the manifest is of another save; use another checkpoint"
+        )
 
 
 def _parse_common(data: bytes, folder: Path) -> dict:

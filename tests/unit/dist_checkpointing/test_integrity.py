@@ -161,6 +161,16 @@ def test_damaged_block_manifest_is_refused(tmp_path, position):
         assert XXH3_FILE in str(error)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json", None])
+def test_a_sha256_manifest_has_to_list_every_file_that_is_read(tmp_path, name):
+    folder = _save(tmp_path / "a", "sha256")
+    content = json.loads((folder / SHA256_FILE).read_text())
+    content["files"] = {} if name is None else {k: v for k, v in content["files"].items() if k != name}
+    (folder / SHA256_FILE).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"has no hash of .*{name or 'common.pt'}"):
+        _load(folder, "sha256")
+
+
 def test_manifest_of_another_save_is_refused(tmp_path):
     first, second = _save(tmp_path / "a", "xxh3"), tmp_path / "b"
     second.mkdir()
