@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from megalite.checkpoint.state import TrainState, main_params_request
+from megalite.checkpoint.state import TrainState, main_params_request, model_state
 from megalite.dist_checkpointing.exchange_utils import agreed
-from megalite.dist_checkpointing.serialization import load_plain_objects
-from megalite.optimizer.bucket_space import DP_RESHARDABLE, BucketSpace
-from megalite.optimizer.optimizer import MASTER, SHARDING_TYPE, WORDS_ON_DISK
+from megalite.dist_checkpointing.serialization import load_plain_objects, read_index
+from megalite.model.gpt import VOCABULARY_TABLES
+from megalite.optimizer.bucket_space import DP_RESHARDABLE, SCALER, BucketSpace
+from megalite.optimizer.optimizer import MASTER, SHARDING_TYPE, WORDS_ON_DISK, OwnedPiece
 from megalite.utils.dist import agree_any
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError, TopologyMismatchError
 
@@ -63,7 +64,13 @@ def layout_of(common: Mapping[str, Any], run: TrainState, folder: Path) -> Optim
         return ParameterSpace(WORDS_ON_DISK, folder, masters)
     if kind == DP_RESHARDABLE:
         _check_topology(args, run, folder)
-        return Buckets(folder, masters)
+        fused_norms = args.get("transformer_impl") == "transformer_engine"
+        known = "that of Transformer Engine" if fused_norms else "Megatron's without Transformer Engine"
+        masters.known_fault = (
+            f"The order of parameters in the buckets was taken to be {known}, as the file's transformer_impl "
+            f"{args.get('transformer_impl')} says"
+        )
+        return Buckets(folder, masters, fused_norms)
     if kind is None:
         has_masters = "optimizer" in stored
         words = {**WORDS_ON_DISK, MASTER: "fp32_param"}
@@ -77,12 +84,16 @@ def layout_of(common: Mapping[str, Any], run: TrainState, folder: Path) -> Optim
 
 
 def _check_topology(args: Mapping[str, Any], run: TrainState, folder: Path) -> None:
-    saved = tuple(int(args.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
-    now = (run.parallel.tp.size, run.parallel.pp.size)
+    saved = {"TP": args.get("tensor_model_parallel_size"), "PP": args.get("pipeline_model_parallel_size")}
+    now = {"TP": run.parallel.tp.size, "PP": run.parallel.pp.size, "VPP": run.derived.num_model_chunks}
+    saved["VPP"] = args.get("virtual_pipeline_model_parallel_size")
+    saved = {axis: int(size or 1) for axis, size in saved.items()}
     if saved != now:
+        shown = [axis for axis in now if axis != "VPP" or saved[axis] != now[axis]]
+        before, after = (" ".join(f"{axis}={sizes[axis]}" for axis in shown) for sizes in (saved, now))
         raise TopologyMismatchError(
-            f"{folder} was saved at TP={saved[0]} PP={saved[1]} with its optimizer as {DP_RESHARDABLE}, this run has "
-            f"TP={now[0]} PP={now[1]}. That layout follows from TP and PP: start once at the old sizes with "
+            f"{folder} was saved at {before} with its optimizer as {DP_RESHARDABLE}, this run has {after}. That layout "
+            "follows from TP, PP and virtual stages: start once at the old sizes with "
             "checkpoint.dist_ckpt_optim_fully_reshardable on, save, and change the sizes then; or set "
             "checkpoint.no_load_optim to go on from the weights with fresh moments."
         )
@@ -98,6 +109,8 @@ class _Masters:
     common: Mapping[str, Any]
     apart: dict[int, torch.Tensor] = field(default_factory=dict)
     """Number of a piece -> tensor that its master is read into."""
+    known_fault: str = "Megatron shifts masters like this when it saves fully_reshardable with several padded buckets"
+    """What is known to make masters and weights of another program's file differ."""
 
     @property
     def is_foreign(self) -> bool:
@@ -131,20 +144,33 @@ class _Masters:
             self._compare(run)
         for number, values in self.apart.items():
             run.optimizer.pieces[number].values.copy_(values)
-        if agree_any(bool(self.apart), run.parallel.world) and run.optimizer.shards_over_dp:
+        rewritten = bool(self.apart)
+        if self.stored_dtype != torch.float32:
+            # A run in another 16-bit type has weights that were rounded twice: to the file's type and to its own.
+            changed = [
+                piece
+                for piece in run.optimizer.pieces
+                if piece.values.dtype != self.stored_dtype and not _is_shared(piece)
+            ]
+            for piece in changed:
+                piece.values.copy_(piece.master)
+            rewritten = rewritten or bool(changed)
+        if agree_any(rewritten, run.parallel.world) and run.optimizer.shards_over_dp:
             # Every rank has put its own pieces in place: the others need them as well.
             for chunk in run.chunks:
                 chunk.start_param_sync()
             run.finish_param_sync()
 
     def _compare(self, run: TrainState) -> None:
+        weights = model_state(run)
         differing: dict[str, int] = {}
-        compared = 0
         for number, piece in enumerate(run.optimizer.pieces):
-            master = self.apart.get(number, piece.master.detach())
-            rounded = master.to(self.stored_dtype).to(piece.values.dtype)
-            compared += master.numel()
-            if wrong := int((rounded != piece.values.to(self.stored_dtype).to(piece.values.dtype)).sum()):
+            true = _true_length(piece, weights[piece.name], run.vocab_size)
+            master, values = self.apart.get(number, piece.master.detach())[:true], piece.values[:true]
+            rounded = master.to(self.stored_dtype).to(values.dtype)
+            # A value that is no number equals nothing, not even itself.
+            wrong = int(((rounded != values) & ~(rounded.isnan() & values.isnan())).sum())
+            if wrong:
                 differing[piece.name] = differing.get(piece.name, 0) + wrong
         totals: dict[str, int] = {}
         for found in run.parallel.world.all_gather_object(differing):
@@ -156,12 +182,19 @@ class _Masters:
             raise CheckpointError(
                 f"the checkpoint's fp32 masters are not its weights: {sum(totals.values())} elements differ after "
                 f"rounding to {self.stored_dtype}, in {', '.join(f'{n} ({totals[n]})' for n in names[:5])}{more}. "
-                "Megatron shifts masters like this when it saves fully_reshardable with several padded buckets; the "
-                "weights are right: set checkpoint.no_load_optim, and the masters are set from them"
+                f"{self.known_fault}. Set checkpoint.no_load_optim, and the masters are set from the weights"
             )
 
 
-def _is_shared(piece: Any) -> bool:
+def _true_length(piece: OwnedPiece, place: Any, vocab_size: int) -> int:
+    """Return how many elements of a piece are no padding of the vocabulary, whose rows mean nothing."""
+    if place.key not in VOCABULARY_TABLES:
+        return piece.values.numel()
+    rows = max(0, vocab_size - place.global_offset[0])
+    return min(piece.values.numel(), max(0, rows * place.local_shape[1] - piece.parameter_start))
+
+
+def _is_shared(piece: OwnedPiece) -> bool:
     return piece.master.data_ptr() == piece.values.data_ptr() and piece.values.numel() > 0
 
 
@@ -226,27 +259,38 @@ class Buckets:
 
     folder: Path
     masters: _Masters
+    fused_norms: bool
+    """Whether the file is of a model of Transformer Engine, which registers parameters in another order."""
 
     def request(self, run: TrainState, weights: Mapping[str, Any]) -> dict[str, Any]:
         space = BucketSpace(run.optimizer)
         objects = space.objects_request()
-        layout = objects["per_bucket_numel_unpadded"].unique_key
+        layout, scaler = objects["per_bucket_numel_unpadded"].unique_key, objects[SCALER].unique_key
 
         world = run.parallel.world
         what = f"reading how {self.folder} cut its gradient buckets"
         # One rank reads for all: what is wanted is small, and the index that leads to it is not.
         wanted = sorted(set(world.all_gather_object(layout)))
-        stored = agreed(world, what, lambda: load_plain_objects(self.folder, wanted) if world.is_first else {})
-        numels = world.broadcast_object(stored)[layout]
+
+        def read() -> tuple[dict[str, Any], bool]:
+            if not world.is_first:
+                return {}, False
+            return load_plain_objects(self.folder, wanted), scaler in read_index(self.folder).objects
+
+        stored, has_scaler = world.broadcast_object(agreed(world, what, read))
+        if not has_scaler:
+            # Whether there is one depends on the precision of the file, not of this run.
+            del objects[SCALER]
 
         def tensors() -> list[Any]:
             with as_damage(self.folder):
-                return space.tensors_request(numels, self.masters.prepare(run))
+                masters = self.masters.prepare(run)
+                return space.tensors_request(stored[layout], masters, fused_norms=self.fused_norms)
 
         return {"optimizer_state": agreed(world, what, tensors), "optimizer_objects": objects}
 
     def apply(self, run: TrainState, common: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
         self.masters.settle(run)
         objects = loaded["optimizer_objects"]
-        names = [name for name in ("optimizer", "grad_scaler") if name in objects]
+        names = [name for name in ("optimizer", SCALER) if name in objects]
         _restore_groups(run, self.folder, lambda: {name: objects[name] for name in names})

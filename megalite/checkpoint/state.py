@@ -173,6 +173,8 @@ def _megatron_arguments(state: TrainState) -> dict[str, Any]:
         "add_position_embedding": state.config.model.position_embedding_type == "learned_absolute",
         "use_rotary_position_embeddings": state.config.model.position_embedding_type == "rope",
         "vocab_file": None,
+        # The order of parameters in gradient buckets is Megatron's without Transformer Engine.
+        "transformer_impl": "local",
         "ffn_hidden_size": derived.ffn_hidden_size,
         "kv_channels": derived.kv_channels,
         "max_position_embeddings": derived.max_position_embeddings,

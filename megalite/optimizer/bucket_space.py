@@ -20,6 +20,10 @@ from megalite.utils.errors import CheckpointError
 
 DP_RESHARDABLE = "dp_reshardable"
 
+SCALER = "grad_scaler"
+OBJECTS = ("optimizer", SCALER, "per_bucket_numel", "per_bucket_numel_unpadded")
+"""What a cell has besides its buckets; the loss scale only in fp16."""
+
 Dtypes = tuple[torch.dtype, torch.dtype]
 """(parameters, gradients) of a buffer."""
 NumelPerBucket = list[dict[Dtypes, list[int]]]
@@ -27,6 +31,26 @@ NumelPerBucket = list[dict[Dtypes, list[int]]]
 
 Place = tuple[int, int]
 """(bucket, first element in it) of a parameter."""
+
+
+def order_with_fused_norms(names: Sequence[str]) -> list[int]:
+    """Return the numbers of parameters in the order in which a model of Transformer Engine registers them.
+
+    Its linear layers hold the norm in front of them, so that the norm before the attention comes behind
+    ``linear_proj``, directly before ``linear_qkv``; elsewhere the order is that of ``names``, which is Megatron's
+    without Transformer Engine.
+    """
+    order: list[int] = []
+    waiting: list[int] = []
+    for number, name in enumerate(names):
+        if ".input_layernorm." in name:
+            waiting.append(number)
+            continue
+        if ".self_attention.linear_qkv." in name:
+            order += waiting
+            waiting = []
+        order.append(number)
+    return order + waiting
 
 
 def places_in_buckets(numels: Sequence[int], bucket_numels: Sequence[int]) -> list[Place]:
@@ -117,26 +141,32 @@ class BucketSpace:
         }
 
     def objects_request(self) -> dict[str, ShardedObject]:
-        """Return the request of the objects that say how the file's buckets are cut, and of the parameter groups."""
-        names = list(self._own_objects())
-        return self._objects(dict.fromkeys(names))
+        """Return the request of all objects that a file may have of this cell: how its buckets are cut, parameter
+        groups, and the loss scale, which only files in fp16 have."""
+        return self._objects(dict.fromkeys(OBJECTS))
 
-    def tensors_request(self, stored: NumelPerBucket, masters: dict[int, torch.Tensor]) -> list[ShardedTensor]:
+    def tensors_request(
+        self, stored: NumelPerBucket, masters: dict[int, torch.Tensor], *, fused_norms: bool = False
+    ) -> list[ShardedTensor]:
         """Return the owned pieces as ranges of the file's buckets, whose lengths ``stored`` are of this cell.
 
-        ``masters`` has, by the number of a piece, what its master is read into instead. Raises CheckpointError when
-        the file's buckets are not those of this model at this TP, PP and VPP.
+        ``masters`` has, by the number of a piece, what its master is read into instead; ``fused_norms`` says that the
+        file is of a model of Transformer Engine. Raises CheckpointError when the file's buckets are not those of this
+        model at this TP, PP and VPP.
         """
         places: dict[str, tuple[int, ParamAndGradBuffer, Place]] = {}
         if len(stored) != len(self.buffers):
             self._refuse(f"the file has {len(stored)} gradient buffers, this rank has {len(self.buffers)}")
         for number, (buffer, numels) in enumerate(zip(self.buffers, stored, strict=True)):
             (lengths,) = numels.values()
+            order = order_with_fused_norms(buffer.names) if fused_norms else range(len(buffer.names))
             try:
-                found = places_in_buckets([p.numel() for p in buffer.parameters], lengths)
+                found = places_in_buckets([buffer.parameters[index].numel() for index in order], lengths)
             except ValueError as error:
                 self._refuse(f"gradient buffer {number}: {error}")
-            places.update({name: (number, buffer, place) for name, place in zip(buffer.names, found, strict=True)})
+            places.update(
+                {buffer.names[index]: (number, buffer, place) for index, place in zip(order, found, strict=True)}
+            )
         leaves = []
         for index, piece, word, values in self._numbered():
             number, buffer, (bucket, start) = places[piece.name]

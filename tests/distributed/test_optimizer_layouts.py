@@ -229,7 +229,8 @@ def test_p6_tp_pp_and_vpp_of_a_bucket_file_of_ours_cannot_change(tmp_path: Path)
     _train((1, 2, 1), tmp_path / "stages", BUCKETS)
     load = {"checkpoint": {"load": str(tmp_path / "stages")}}
     (outcome,) = set(run_on_ranks(2, _start_error, make_config(BATCH, VPP, load, topology=(1, 2, 1))))
-    assert outcome is not None and "1 gradient buffers, this rank has 2" in outcome[1]
+    assert outcome is not None and outcome[0] is TopologyMismatchError
+    assert "saved at TP=1 PP=2 VPP=1 with" in outcome[1] and "this run has TP=1 PP=2 VPP=2" in outcome[1]
 
 
 def test_the_file_and_not_the_setting_says_the_layout(tmp_path: Path) -> None:
@@ -251,6 +252,90 @@ def test_precision_may_change_and_the_masters_win(tmp_path: Path, topology: Topo
     for name in masters:
         assert torch.equal(loaded.state[f"param.{name}"], saved.state[name])
         assert torch.equal(loaded.state[name], saved.state[name].bfloat16())
+
+
+FP16: Changes = {"precision": {"fp16": True}}
+
+
+@pytest.mark.parametrize("layout", [BUCKETS, {}], ids=["buckets", "blocks"])
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [(FP16, BF16), (BF16, FP16), (FP16, {}), ({}, FP16)], ids=str)
+def test_fp16_may_change_to_and_fro(tmp_path: Path, layout: Changes, saved_in: Changes, loaded_in: Changes) -> None:
+    """The loss scale is there or not; weights are the masters rounded once, not by way of the other type."""
+    saved = _train((1, 1, 2), tmp_path / "run", saved_in, layout)
+    loaded = _load((1, 1, 2), tmp_path / "run", loaded_in)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(next(iter(loaded_in.get("precision", {})), ""))
+    for name in [name for name in saved.state if f"param.{name}" in saved.state]:
+        master = saved.state[f"param.{name}"]
+        assert torch.equal(loaded.state[f"param.{name}"], master), name
+        assert torch.equal(loaded.state[name], master if dtype is None else master.to(dtype)), name
+
+
+def _reorder_for_transformer_engine(config: Any, source: Path, target: Path, transformer_impl: str) -> None:
+    """Save a bucket file again as a model of Transformer Engine would have written it: with its own order."""
+    from megalite.dist_checkpointing import ShardedObject, ShardedTensor, load_plain_tensors, save, write_marker
+    from megalite.dist_checkpointing.mapping import parse_unique_key
+    from megalite.optimizer.bucket_space import order_with_fused_norms, places_in_buckets
+    from megalite.utils.dist import SINGLE
+
+    step, folder = iteration_folder(source, 2), iteration_folder(target, 2)
+    tensors, common = load_plain_tensors(step), load_common_state_dict(step)
+    objects = load_plain_objects(step, list(read_index(step).objects))
+    ((layout,),) = (value for key, value in objects.items() if "per_bucket_numel_unpadded" in key)
+    (lengths,) = layout.values()
+    with training_run(config) as ctx:
+        buffer = ctx.state.optimizer.chunks[0].buffers[0]
+        names, numels = buffer.names, [parameter.numel() for parameter in buffer.parameters]
+    order = order_with_fused_norms(names)
+    assert [names[index] for index in order] != names
+    new_places = places_in_buckets([numels[index] for index in order], lengths)
+    to = dict(zip(order, new_places, strict=True))
+    for key in [key for key in tensors if ".bucket_idx_0." in key]:
+        values = tensors[key]
+        tensors[key] = torch.zeros_like(values)
+        for index, (bucket, start) in enumerate(places_in_buckets(numels, lengths)):
+            assert bucket == 0
+            tensors[key][to[index][1] :][: numels[index]] = values[start:][: numels[index]]
+    common.pop("megalite")
+    common["args"].transformer_impl = transformer_impl
+    folder.mkdir(parents=True)
+    leaves: dict[str, Any] = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    for key, value in objects.items():
+        name, offset, shape = parse_unique_key(key)
+        leaves[key] = ShardedObject(name, value, shape, offset)
+    save({**common, "leaves": leaves}, folder, group=SINGLE)
+    write_marker(folder)
+    (target / "latest_checkpointed_iteration.txt").write_text("2")
+
+
+@pytest.mark.parametrize("kind", [(), (LLAMA,)], ids=["gpt2", "llama"])
+def test_bucket_file_of_transformer_engine_is_read_in_its_order(tmp_path: Path, kind: tuple[Changes, ...]) -> None:
+    """It registers the norm before the attention with linear_qkv, behind linear_proj: buckets have another order."""
+    saved = _train(ONE, tmp_path / "run", BF16, *kind, BUCKETS)
+    config = make_config(BATCH, BF16, *kind)
+    for name, impl in (("te", "transformer_engine"), ("odd", "local")):
+        arguments = (config, tmp_path / "run", tmp_path / name, impl)
+        run_on_ranks(1, _reorder_for_transformer_engine, *arguments)
+    assert unequal(_load((1, 1, 2), tmp_path / "te", BF16, *kind).state, saved.state) == []
+    load = {"checkpoint": {"load": str(tmp_path / "odd")}}
+    (outcome,) = set(run_on_ranks(1, _start_error, make_config(BATCH, BF16, *kind, load)))
+    assert outcome is not None and "transformer_impl local" in outcome[1] and "no_load_optim" in outcome[1]
+
+
+def test_rows_of_padding_are_not_compared(tmp_path: Path) -> None:
+    """They mean nothing, and no program promises that masters and weights agree about them."""
+    _train(ONE, tmp_path / "run", BF16)
+
+    def soil(tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
+        _as_foreign(common)
+        table = tensors["optimizer.state.param.embedding.word_embeddings.weight"]
+        assert len(table) == 288
+        table[257:] = 7.0
+
+    foreign = _rewritten(tmp_path / "run", tmp_path / "foreign", soil)
+    load = {"checkpoint": {"load": str(foreign)}}
+    for topology in (ONE, (2, 1, 1), (1, 1, 2)):
+        config = make_config(BATCH, BF16, load, topology=topology)
+        assert set(run_on_ranks(prod(topology), _start_error, config)) == {None}
 
 
 # Faults and layouts that cannot be read
