@@ -87,6 +87,13 @@ def block_hashes(pieces: Iterable[Piece]) -> list[int]:
     return hashes + [open_block.intdigest()] if filled else hashes
 
 
+def block_hash(block: Piece) -> int:
+    """Return the xxh3 hash of one block."""
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(block)
+
+
 def hash_of(data: bytes, kind: Integrity) -> Digest:
     """Return the digest of a file that is one item."""
     hasher = Hasher(kind)
@@ -123,6 +130,31 @@ def manifest(kind: Integrity, files: Sequence[HashedFile]) -> tuple[str, bytes] 
     return XXH3_FILE, buffer.getvalue()
 
 
+@dataclass(frozen=True)
+class ItemHashes:
+    """The hashes of the blocks of one item."""
+
+    where: str
+    file: str
+    place: tuple[int, int]
+    name: str
+    expected: np.ndarray
+
+    def check(self, number: int, block: Piece) -> None:
+        """Raise DamagedCheckpointError unless these are the bytes that were written as block ``number``."""
+        self.compare(number, block_hash(block))
+
+    def compare(self, number: int, found: int) -> None:
+        """Raise DamagedCheckpointError unless ``found`` is the hash of block ``number``."""
+        expected = int(self.expected[number])
+        if found != expected:
+            first = self.place[0] + number * BLOCK
+            raise DamagedCheckpointError(
+                f"{self.name} is damaged: bytes {first} to {min(first + BLOCK, self.place[1])} of {self.file} have "
+                f"hash {found:016x}, {self.where} says {expected:016x}; use another checkpoint"
+            )
+
+
 class BlockHashes:
     """The parsed xxh3 manifest."""
 
@@ -132,20 +164,19 @@ class BlockHashes:
 
     def check(self, file: str, start: int, length: int, pieces: Iterable[Piece], name: str) -> None:
         """Raise CheckpointError when the bytes of an item, in pieces, are not those that were written."""
-        expected = self._places.get((file, start, length))
-        if expected is None:
+        item = self.item(file, start, length, name)
+        for number, found in enumerate(block_hashes(pieces)):
+            item.compare(number, found)
+
+    def item(self, file: str, start: int, length: int, name: str) -> ItemHashes:
+        """Return the hashes of one item; CheckpointError when there are none."""
+        place = self._places.get((file, start, length))
+        if place is None:
             raise DamagedCheckpointError(
                 f"{self.where} has no hash for bytes {start} to {start + length} of {file} ({name}): the manifest "
                 "is of another save; use another checkpoint"
             )
-        found = block_hashes(pieces)
-        for number, (one, other) in enumerate(zip(found, self._hashes[expected].tolist(), strict=True)):
-            if one != other:
-                first = start + number * BLOCK
-                raise DamagedCheckpointError(
-                    f"{name} is damaged: bytes {first} to {min(first + BLOCK, start + length)} of {file} have hash "
-                    f"{one:016x}, {self.where} says {other:016x}; use another checkpoint"
-                )
+        return ItemHashes(self.where, file, (start, start + length), name, self._hashes[place])
 
     @property
     def items(self) -> Iterator[tuple[str, int, int]]:
