@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from megalite.dist_checkpointing.core import require_inside, unreadable
 from megalite.dist_checkpointing.strategies.base import Piece
@@ -51,7 +50,8 @@ class FileSource:
     def __init__(self, folder: Path) -> None:
         self._folder = Path(folder)
         self._name: str | None = None
-        self._file: BinaryIO | None = None
+        self._handle = -1
+        self._size = 0
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         self._require(file, offset, length)
@@ -66,29 +66,26 @@ class FileSource:
 
     def _require(self, file: str, offset: int, length: int) -> None:
         """Raise unless the file has these bytes: a length decides how much memory is taken, so it is never trusted."""
-        path = self._folder / file
-        try:
-            if self._name != file or self._file is None:
+        if self._name != file:
+            try:
                 self._open(file)
-            present = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise unreadable(path, error) from error
-        if offset + length > present:
+            except OSError as error:
+                raise unreadable(self._folder / file, error) from error
+        if offset + length > self._size:
             raise DamagedCheckpointError(
-                f"{path} is cut short: it has {present} bytes, the index needs {offset + length}; use another "
-                "checkpoint"
+                f"{self._folder / file} is cut short: it has {self._size} bytes, the index needs {offset + length}; "
+                "use another checkpoint"
             )
 
     def _fill(self, file: str, offset: int, target: memoryview) -> None:
-        path = self._folder / file
         try:
             while target:
-                done = os.preadv(self._file.fileno(), [target[:_MOST_AT_ONCE]], offset)
+                done = os.preadv(self._handle, [target[:_MOST_AT_ONCE]], offset)
                 if not done:
-                    raise OSError(errno.EIO, "the file has become shorter", str(path))
+                    raise OSError(errno.EIO, "the file has become shorter", str(self._folder / file))
                 target, offset = target[done:], offset + done
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable(self._folder / file, error) from error
 
     def _open(self, file: str) -> None:
         self.close()
@@ -100,10 +97,11 @@ class FileSource:
         require_inside(path)
         if os.path.exists(path) and not os.path.isfile(path):
             raise DamagedCheckpointError(f"{path} is not a regular file; do not use this checkpoint")
-        self._file = open(path, "rb")
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._handle).st_size
         self._name = file
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = self._name = None
+        if self._name is not None:
+            os.close(self._handle)
+        self._name = None

@@ -7,6 +7,7 @@ Records, order and 64-byte alignment are those of torch; the pickle comes from t
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -25,6 +26,9 @@ from megalite.utils.errors import DamagedCheckpointError
 _ALIGNMENT = 64
 _FIELD_LIMIT = 0xFFFFFFFF
 _UTF8_NAMES = 0x0800
+_LOCAL_CHECKSUM = 14
+"""Where the checksum stands in a record's header, and in its entry of the directory below."""
+_DIRECTORY_CHECKSUM = 16
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,14 @@ class TorchSaveFraming:
         self._zip64_from = zip64_from
 
     def tensor_length(self, dtype: torch.dtype, shape: Shape) -> int:
-        head, tail = self._around(dtype, shape, 0)
-        return len(head) + math.prod(shape) * dtype.itemsize + len(tail)
+        frame = _frame(dtype, tuple(shape), self._zip64_from)
+        return len(frame.head) + math.prod(shape) * dtype.itemsize + len(frame.tail)
 
     def frame_tensor(self, tensor: torch.Tensor) -> list[Piece]:
         # A flat byte view: also types that numpy does not know (bfloat16, float8) have one.
         elements = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-        head, tail = self._around(tensor.dtype, tuple(tensor.shape), crc32(elements))
+        frame = _frame(tensor.dtype, tuple(tensor.shape), self._zip64_from)
+        head, tail = frame.around(crc32(elements))
         return [head, elements, tail]
 
     def frame_object(self, value: Any) -> bytes:
@@ -88,6 +93,13 @@ class TorchSaveFraming:
         None when it is not laid out as torch does it for a contiguous tensor on the CPU: then the whole archive has to
         be loaded.
         """
+        frame, size = _frame(dtype, shape, self._zip64_from), math.prod(shape) * dtype.itemsize
+        if length == len(frame.head) + size + len(frame.tail):
+            head, tail = read(0, len(frame.head)), read(length - len(frame.tail), len(frame.tail))
+            checksum = frame.checksum_in(head)
+            if (head, tail) == frame.around(checksum):
+                # Byte for byte what is written here: nothing is left to parse.
+                return Elements(len(head), size, checksum)
         records = {record.name.partition("/")[2]: record for record in find_records(read, length, where)}
         elements, described = records.pop("data/0", None), records.get("data.pkl")
         if elements is None or described is None or elements.size != math.prod(shape) * dtype.itemsize:
@@ -106,18 +118,43 @@ class TorchSaveFraming:
         require_modest(value, where)
         return value[0]
 
-    def _around(self, dtype: torch.dtype, shape: Shape, checksum: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the elements."""
-        archive = _Archive(self._zip64_from)
-        archive.add("data.pkl", _tensor_pickle(dtype, shape))
-        archive.add(".format_version", b"1")
-        archive.add(".storage_alignment", str(_ALIGNMENT).encode())
-        archive.add("byteorder", b"little")
-        head_length = archive.add_outside("data/0", math.prod(shape) * dtype.itemsize, checksum)
-        archive.add("version", b"3\n")
-        archive.finish()
-        written = archive.buffer.getvalue()
-        return written[:head_length], written[head_length:]
+
+@dataclass(frozen=True)
+class _Frame:
+    """The bytes before and after the elements of a tensor, in which only the checksum depends on the elements."""
+
+    head: bytes
+    tail: bytes
+    checksum_in_head: int
+    checksum_in_tail: int
+
+    def around(self, checksum: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and after elements that have this checksum."""
+        packed = struct.pack("<I", checksum)
+        head, tail = bytearray(self.head), bytearray(self.tail)
+        head[self.checksum_in_head : self.checksum_in_head + 4] = packed
+        tail[self.checksum_in_tail : self.checksum_in_tail + 4] = packed
+        return bytes(head), bytes(tail)
+
+    def checksum_in(self, head: bytes | memoryview) -> int:
+        """Return the checksum that stands in bytes of this form."""
+        return struct.unpack_from("<I", head, self.checksum_in_head)[0]
+
+
+# Tensors of one type and shape are many: every layer has the same, and so has every moment.
+@functools.lru_cache(maxsize=1 << 14)
+def _frame(dtype: torch.dtype, shape: Shape, zip64_from: int) -> _Frame:
+    archive = _Archive(zip64_from)
+    archive.add("data.pkl", _tensor_pickle(dtype, shape))
+    archive.add(".format_version", b"1")
+    archive.add(".storage_alignment", str(_ALIGNMENT).encode())
+    archive.add("byteorder", b"little")
+    checksum_in_head = archive.buffer.tell() + _LOCAL_CHECKSUM
+    head_length = archive.add_outside("data/0", math.prod(shape) * dtype.itemsize)
+    archive.add("version", b"3\n")
+    checksum_in_tail = archive.finish("data/0") - head_length
+    written = archive.buffer.getvalue()
+    return _Frame(written[:head_length], written[head_length:], checksum_in_head, checksum_in_tail)
 
 
 def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
@@ -166,9 +203,9 @@ class _Archive:
         self._local_header(name, len(content), crc32(content))
         self.buffer.write(content)
 
-    def add_outside(self, name: str, size: int, checksum: int) -> int:
-        """Announce a record whose bytes the caller puts in; returns where in the buffer they belong."""
-        self._local_header(name, size, checksum)
+    def add_outside(self, name: str, size: int) -> int:
+        """Announce a record whose bytes and checksum the caller puts in; returns where in the buffer they belong."""
+        self._local_header(name, size, 0)
         self._outside = size
         return self.buffer.tell()
 
@@ -176,7 +213,7 @@ class _Archive:
         return self.buffer.tell() + self._outside
 
     def _local_header(self, name: str, size: int, checksum: int) -> None:
-        path = b"archive/" + name.encode()
+        path = _path_of(name)
         position = self._position()
         large = size >= self._zip64_from
         extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
@@ -189,7 +226,9 @@ class _Archive:
         self.buffer.write(struct.pack("<4sHHHHHIIIHH", *fields) + path + extra)
         self._directory.append((path, position, size, checksum))
 
-    def finish(self) -> None:
+    def finish(self, name: str) -> int:
+        """Write the directory; returns where in the buffer the checksum of record ``name`` stands in it."""
+        found = 0
         start = self._position()
         large_archive = start >= self._zip64_from
         for path, position, size, checksum in self._directory:
@@ -200,6 +239,8 @@ class _Archive:
             shown = _FIELD_LIMIT if large else size
             where = _FIELD_LIMIT if far else position
             version = 45 if values else 0
+            if path == _path_of(name):
+                found = self.buffer.tell() + _DIRECTORY_CHECKSUM
             fields = (b"PK\x01\x02", 0, version, _UTF8_NAMES, 0, 0, 0, checksum, shown, shown)
             fields += (len(path), len(extra), 0, 0, 0, 0, where)
             self.buffer.write(struct.pack("<4sHHHHHHIIIHHHHHII", *fields) + path + extra)
@@ -211,3 +252,8 @@ class _Archive:
             self.buffer.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
         shown_start = _FIELD_LIMIT if large_archive else start
         self.buffer.write(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, length, shown_start, 0))
+        return found
+
+
+def _path_of(name: str) -> bytes:
+    return b"archive/" + name.encode()

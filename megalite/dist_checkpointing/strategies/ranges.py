@@ -26,6 +26,8 @@ def runs_of(source: Shape, sizes: Shape, chunk: Shape, itemsize: int) -> np.ndar
     """Return [n, 2]: the byte ranges of rectangle (``source``, ``sizes``) in a row-major ``chunk``, ascending."""
     if not math.prod(sizes):
         return np.zeros((0, 2), dtype=np.int64)
+    if sizes == chunk:
+        return np.array([[0, math.prod(chunk) * itemsize]], dtype=np.int64)
     strides = [math.prod(chunk[axis + 1 :]) for axis in range(len(chunk))]
     # Behind the innermost axis that is cut, elements lie side by side.
     cut = max((axis for axis in range(len(chunk)) if sizes[axis] != chunk[axis]), default=-1)
@@ -43,6 +45,8 @@ def needed_ranges(runs: Iterable[np.ndarray], length: int, through: int = READ_T
     merged = np.concatenate(list(runs))
     if not len(merged):
         return []
+    if len(merged) == 1 and int(merged[0, 1] - merged[0, 0]) == length:
+        return [(0, length)]
     merged = merged[np.argsort(merged[:, 0], kind="stable")]
     reach = np.maximum.accumulate(merged[:, 1])
     begins = np.concatenate(([True], merged[1:, 0] >= reach[:-1] + through))

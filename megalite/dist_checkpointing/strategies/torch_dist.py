@@ -1,8 +1,7 @@
 """The index of the ``torch_dist`` layout, and which stored bytes a rank needs.
 
 Data files are ``__{rank}_{i}.distcp``, tensor blocks first, then objects; ``.metadata`` is the pickle of torch's own
-``Metadata`` classes, so that ``torch.distributed.checkpoint`` and Megatron find every item. Intersecting stored chunks
-with requested blocks is left to DCP.
+``Metadata`` classes, so that ``torch.distributed.checkpoint`` and Megatron find every item.
 """
 
 from __future__ import annotations
@@ -119,37 +118,21 @@ def _stored_volume(leaf: ShardedTensor, stored: Shape) -> int:
 
 
 def _plan_tensor(name: str, stored: StoredTensor, blocks: list[ShardedTensor]) -> list[ChunkRead]:
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    def chunk(offset: Shape, sizes: Shape) -> Any:
-        return dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
-
-    starts = np.array([part.offset for part in stored.chunks], dtype=np.int64).reshape(
-        len(stored.chunks), len(stored.shape)
-    )
-    ends = starts + np.array([part.sizes for part in stored.chunks], dtype=np.int64).reshape(starts.shape)
+    count, axes = len(stored.chunks), len(stored.shape)
+    starts = np.array([part.offset for part in stored.chunks], dtype=np.int64).reshape(count, axes)
+    ends = starts + np.array([part.sizes for part in stored.chunks], dtype=np.int64).reshape(count, axes)
     reads: dict[int, ChunkRead] = {}
     for leaf in blocks:
-        # DCP compares every stored chunk with every block; only those that meet are left to it.
-        low, high = np.array(leaf.global_offset), np.add(leaf.global_offset, leaf.chunk_shape)
-        near = np.flatnonzero(((starts < high) & (low < ends)).all(axis=1)).tolist()
-        items = create_read_items_for_chunk_list(
-            name,
-            dcp.TensorStorageMetadata(
-                dcp.TensorProperties(dtype=stored.dtype),
-                torch.Size(stored.shape),
-                [chunk(stored.chunks[part].offset, stored.chunks[part].sizes) for part in near],
-            ),
-            [chunk(leaf.global_offset, leaf.chunk_shape)],
-        )
+        origin = np.array(leaf.global_offset, dtype=np.int64)
+        low = np.maximum(starts, origin)
+        sizes = np.minimum(ends, origin + np.array(leaf.chunk_shape, dtype=np.int64)) - low
+        near = np.flatnonzero((sizes > 0).all(axis=1))
+        columns = (near, low[near] - starts[near], low[near] - origin, sizes[near])
         found = 0
-        for item in items:
-            part = near[item.storage_index.index]
-            sizes = tuple(item.lengths)
+        for part, source, target, extent in zip(*(column.tolist() for column in columns), strict=True):
             read = reads.setdefault(part, ChunkRead(name, stored.dtype, stored.chunks[part]))
-            read.copies.append(Copy(leaf, tuple(item.storage_offsets), tuple(item.dest_offsets), sizes))
-            found += volume(sizes)
+            read.copies.append(Copy(leaf, tuple(source), tuple(target), tuple(extent)))
+            found += volume(extent)
         expected = _stored_volume(leaf, stored.shape)
         if found != expected:
             raise DamagedCheckpointError(
