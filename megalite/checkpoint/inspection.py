@@ -29,8 +29,8 @@ from megalite.dist_checkpointing.strategies.base import CheckpointIndex, StoredI
 from megalite.dist_checkpointing.strategies.filesystem import FileSource
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.index import index_problems, iter_items, survey_index
+from megalite.dist_checkpointing.strategies.load_plan import plan_load
 from megalite.dist_checkpointing.strategies.reader import ItemReader
-from megalite.dist_checkpointing.strategies.torch_dist import plan_load
 from megalite.utils.errors import CheckpointError
 
 Json = dict[str, Any]

@@ -272,7 +272,7 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
         group=world,
         strict=StrictHandling(settings.dist_ckpt_strictness),
         ignore_keys=lambda key: is_left_out(key, plan),
-        options=load_options(settings, run.parallel),
+        options=load_options(settings, run.parallel, common),
     )
     if layout is not None:
         layout.apply(run, common, loaded)

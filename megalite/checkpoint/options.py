@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megalite.config.schema import CheckpointConfig
+from megalite.dist_checkpointing.integrity import Integrity
 from megalite.dist_checkpointing.serialization import LoadOptions, SaveOptions
 from megalite.parallel.state import ParallelState
 from megalite.utils.dist import Group
@@ -18,15 +22,30 @@ def save_options(config: CheckpointConfig, parallel: ParallelState) -> SaveOptio
     )
 
 
-def load_options(config: CheckpointConfig, parallel: ParallelState) -> LoadOptions:
-    """Return how a step is read."""
+def load_options(config: CheckpointConfig, parallel: ParallelState, common: Mapping[str, Any]) -> LoadOptions:
+    """Return how the step with this common part is read."""
+    kind, is_required = _integrity(config, common)
     return LoadOptions(
         parallel_group=_sharing_group(parallel) if config.ckpt_fully_parallel_load else None,
         exchange=config.ckpt_fully_parallel_load_exchange_algo,
         validate_access_integrity=config.ckpt_load_validate_sharding_integrity,
-        verify_integrity=config.verify_integrity,
-        require_integrity=config.ckpt_load_require_integrity,
+        verify_integrity=kind,
+        require_integrity=is_required,
     )
+
+
+def _integrity(config: CheckpointConfig, common: Mapping[str, Any]) -> tuple[Integrity, bool]:
+    """Return the hashes to compare, and whether a step without them is refused.
+
+    A step says itself with which hashes it was saved; without such a word (other programs, older versions) it may have
+    none.
+    """
+    if config.verify_integrity == "off":
+        return "off", False
+    saved = common.get("megalite", {}).get("config", {}).get("checkpoint", {}).get("verify_integrity")
+    has_hashes = saved in ("xxh3", "sha256")
+    required = config.ckpt_load_require_integrity
+    return saved if has_hashes else config.verify_integrity, has_hashes if required is None else required
 
 
 def _sharing_group(parallel: ParallelState) -> Group:

@@ -41,8 +41,8 @@ def require_integrity(kind: Integrity) -> None:
     """Raise ConfigError when the hashes of ``kind`` cannot be computed here."""
     if kind == "xxh3" and importlib.util.find_spec("xxhash") is None:
         raise ConfigError(
-            "checkpoint.verify_integrity is xxh3, but the package xxhash is not installed; install the extra with "
-            "pip install 'megalite[integrity]', or choose sha256"
+            "checkpoint.verify_integrity is xxh3, but the package xxhash is not installed; install it with "
+            "pip install xxhash, or choose sha256 or off"
         )
 
 

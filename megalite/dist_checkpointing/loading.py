@@ -30,6 +30,7 @@ from megalite.dist_checkpointing.integrity import (
     BlockHashes,
     Integrity,
     parse_sha256,
+    require_integrity,
     sha256_findings,
 )
 from megalite.dist_checkpointing.mapping import ShardedObject, ShardedTensor, parse_unique_key
@@ -39,10 +40,10 @@ from megalite.dist_checkpointing.strategies.base import CheckpointIndex, LoadPla
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.fully_parallel import checked_share, describe, exchange_shares
 from megalite.dist_checkpointing.strategies.index import check_index, iter_items, parse_index
+from megalite.dist_checkpointing.strategies.load_plan import plan_load
 from megalite.dist_checkpointing.strategies.parallel_load import ExchangeAlgo, PieceExchange
 from megalite.dist_checkpointing.strategies.planning import blocks_of, merge_blocks
 from megalite.dist_checkpointing.strategies.reader import ItemReader
-from megalite.dist_checkpointing.strategies.torch_dist import plan_load
 from megalite.dist_checkpointing.validation import (
     StrictHandling,
     check_exactly_once,
@@ -138,6 +139,7 @@ def _read_header(folder: Path, options: LoadOptions) -> _Header:
     common, index = _small_file(folder / COMMON_FILE), _small_file(folder / INDEX_FILE)
     if options.verify_integrity == "off":
         return _Header(common, index, None)
+    require_integrity(options.verify_integrity)
     path = folder / (SHA256_FILE if options.verify_integrity == "sha256" else XXH3_FILE)
     if not os.path.lexists(path):
         if options.require_integrity:

@@ -37,6 +37,7 @@ from megalite.dist_checkpointing.strategies.fully_parallel import (
     describe,
     exchange_shares,
 )
+from megalite.dist_checkpointing.strategies.index_writer import IndexWriter
 from megalite.dist_checkpointing.strategies.planning import (
     file_sizes,
     frame_objects,
@@ -44,7 +45,6 @@ from megalite.dist_checkpointing.strategies.planning import (
     plan_local_save,
     structure_digest,
 )
-from megalite.dist_checkpointing.strategies.torch_dist import IndexWriter
 from megalite.dist_checkpointing.strategies.writer import ItemWriter
 from megalite.dist_checkpointing.validation import check_declared, check_exactly_once, check_objects, shown_names
 from megalite.utils.dist import SINGLE, Group

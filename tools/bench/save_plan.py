@@ -30,8 +30,8 @@ from megalite.dist_checkpointing import ShardedTensor, sharded_tensors_of_range
 from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.fully_parallel import deal_out, describe
+from megalite.dist_checkpointing.strategies.index_writer import IndexWriter
 from megalite.dist_checkpointing.strategies.planning import merge_plans, plan_local_save, structure_digest
-from megalite.dist_checkpointing.strategies.torch_dist import IndexWriter
 from megalite.dist_checkpointing.validation import check_exactly_once
 from megalite.utils.errors import SaveError
 

@@ -98,11 +98,13 @@ class CheckpointConfig:
     ] = "raise_all"
     """What happens about keys that only the run (unexpected) or only the checkpoint (missing) has."""
 
-    verify_integrity: Literal["off", "xxh3", "sha256"] = "off"
-    """Hashes that a save stores and a load compares: ``xxh3`` of each MiB, ``sha256`` of each file as Megatron does."""
+    verify_integrity: Literal["off", "xxh3", "sha256"] = "xxh3"
+    """Hashes that a save stores and a load compares: ``xxh3`` of each MiB, ``sha256`` of each file as Megatron does. A
+    load compares the kind that the checkpoint was saved with."""
 
-    ckpt_load_require_integrity: bool = True
-    """Refuse a checkpoint without the hashes of ``verify_integrity``; off, one WARNING."""
+    ckpt_load_require_integrity: bool | None = None
+    """Refuse a checkpoint without hashes: on, every one; off, none, with one WARNING. Not set: one that was saved with
+    hashes and has lost them."""
 
     fallback: Literal["error", "newest_complete"] = "error"
     """What happens when the step that the tracker of ``save`` names is missing, incomplete or damaged: stop, or go on

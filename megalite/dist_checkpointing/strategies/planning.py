@@ -71,26 +71,36 @@ def merge_blocks(parts: Sequence[Blocks], error: type[MegaliteError] = SaveError
     """Return the blocks of all ranks as one; ``error`` when ranks disagree about a key."""
     numbers: dict[str, int] = {}
     types: list[tuple[Shape, torch.dtype]] = []
-    tables = []
+    # Ranks of one cell declare the same keys, and are many.
+    tables: dict[tuple, np.ndarray] = {}
+
+    def table_of(part: Blocks) -> np.ndarray:
+        what = (part.keys, part.shapes, part.dtypes)
+        if what not in tables:
+            for key, kind in zip(part.keys, zip(part.shapes, part.dtypes, strict=True), strict=True):
+                if numbers.setdefault(key, len(types)) == len(types):
+                    types.append(kind)
+                check_same(key, kind, types[numbers[key]], error)
+            tables[what] = np.array([numbers[key] for key in part.keys], dtype=np.int64)
+        return tables[what]
+
+    count, axes = sum(map(len, parts)), max((part.offsets.shape[1] for part in parts), default=0)
+    key_of = np.empty(count, dtype=np.int64)
+    offsets, sizes = np.zeros((count, axes), dtype=np.int64), np.ones((count, axes), dtype=np.int64)
+    first = 0
     for part in parts:
-        for key, kind in zip(part.keys, zip(part.shapes, part.dtypes, strict=True), strict=True):
-            if numbers.setdefault(key, len(types)) == len(types):
-                types.append(kind)
-            check_same(key, kind, types[numbers[key]], error)
-        tables.append(np.array([numbers[key] for key in part.keys], dtype=np.int64))
-    axes = max((part.offsets.shape[1] for part in parts), default=0)
+        own, width = slice(first, first + len(part)), part.offsets.shape[1]
+        key_of[own] = table_of(part)[part.key_of]
+        offsets[own, :width], sizes[own, :width] = part.offsets, part.sizes
+        first = own.stop
     return Blocks(
         keys=tuple(numbers),
         shapes=tuple(shape for shape, _ in types),
         dtypes=tuple(dtype for _, dtype in types),
-        key_of=np.concatenate([table[part.key_of] for table, part in zip(tables, parts, strict=True)]),
-        offsets=np.concatenate([_widened(part.offsets, axes, 0) for part in parts]),
-        sizes=np.concatenate([_widened(part.sizes, axes, 1) for part in parts]),
+        key_of=key_of,
+        offsets=offsets,
+        sizes=sizes,
     )
-
-
-def _widened(rows: np.ndarray, axes: int, filler: int) -> np.ndarray:
-    return np.pad(rows, ((0, 0), (0, axes - rows.shape[1])), constant_values=filler)
 
 
 def frame_objects(leaves: ShardedLeaves, framing: ItemFraming) -> dict[str, bytes]:

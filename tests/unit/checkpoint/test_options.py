@@ -12,16 +12,39 @@ from tests.unit.samples import axis, small_config
 SHARING = axis(4, 1)
 
 
-def _options(**settings: Any) -> tuple[SaveOptions, LoadOptions]:
+def _options(saved: str | None = "off", **settings: Any) -> tuple[SaveOptions, LoadOptions]:
+    """Return the options of a save, and of the load of a step that was saved with these hashes."""
     config = small_config({"checkpoint": {"save": "x", **settings}}).checkpoint
     parallel = ParallelState(dp_cp=SHARING)
-    return save_options(config, parallel), load_options(config, parallel)
+    common = {} if saved is None else {"megalite": {"config": {"checkpoint": {"verify_integrity": saved}}}}
+    return save_options(config, parallel), load_options(config, parallel, common)
 
 
 def test_saves_are_shared_and_loads_are_not_by_default() -> None:
     saving, loading = _options()
-    assert saving == SaveOptions(parallel_group=SHARING)
-    assert loading == LoadOptions()
+    assert saving == SaveOptions(parallel_group=SHARING, verify_integrity="xxh3")
+    assert loading == LoadOptions(verify_integrity="xxh3", require_integrity=False)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "required", "expected"),
+    [
+        ("xxh3", "xxh3", None, ("xxh3", True)),
+        ("sha256", "xxh3", None, ("sha256", True)),
+        ("off", "xxh3", None, ("xxh3", False)),
+        (None, "xxh3", None, ("xxh3", False)),
+        (None, "sha256", None, ("sha256", False)),
+        (None, "sha256", True, ("sha256", True)),
+        ("xxh3", "xxh3", False, ("xxh3", False)),
+        ("xxh3", "off", None, ("off", False)),
+        ("rot13", "xxh3", None, ("xxh3", False)),
+    ],
+)
+def test_a_step_says_with_which_hashes_it_was_saved(
+    saved: str | None, asked: str, required: bool | None, expected: tuple[str, bool]
+) -> None:
+    _, loading = _options(saved, verify_integrity=asked, ckpt_load_require_integrity=required)
+    assert (loading.verify_integrity, loading.require_integrity) == expected
 
 
 @pytest.mark.parametrize("group", ["dp", "ep_dp"])
