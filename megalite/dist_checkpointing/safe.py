@@ -55,16 +55,24 @@ class Record:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
 
+
+class _RecordOfAnyState(Record):
+    """Keeps a state that is no plain dict as it is: TensorProperties has a tuple."""
+
     def __setstate__(self, state: Any) -> None:
-        # A state that is no plain dict (TensorProperties has a tuple) is kept as it is.
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):
             self.__dict__.update(state)
         else:
             self.state = state
 
 
+_WITH_DICTS = ("MetadataIndex", "_StorageInfo", "ChunkStorageMetadata")
+"""Classes of which there is one for each chunk. Their state is a dict; another one is refused by pickle itself."""
+
+
 def _record_class(name: str) -> type[Record]:
-    return type("Record", (Record,), {"name": name})
+    base = Record if name.rpartition(".")[2] in _WITH_DICTS else _RecordOfAnyState
+    return type("Record", (base,), {"name": name})
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -113,8 +121,7 @@ def without_collections() -> Iterator[None]:
 def unpickle_index(data: bytes, where: str) -> Record:
     """Return the pickled index as inert records; CheckpointError when it is damaged or names anything else."""
     try:
-        with without_collections():
-            found = _IndexUnpickler(data).load()
+        found = _IndexUnpickler(data).load()
     except MemoryError as error:
         raise _too_large(where) from error
     # Bytes of a stranger can make the unpickler raise nearly anything.

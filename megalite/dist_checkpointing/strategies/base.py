@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -177,8 +177,7 @@ class GlobalSavePlan:
         ]
 
 
-@dataclass(frozen=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """Where the bytes of one item lie."""
 
     file: str
@@ -186,8 +185,7 @@ class StoredItem:
     length: int
 
 
-@dataclass(frozen=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A block of a stored tensor."""
 
     offset: Shape

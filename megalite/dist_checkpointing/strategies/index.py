@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megalite.dist_checkpointing.mapping import Shape, parse_unique_key
-from megalite.dist_checkpointing.safe import Record, shown, unpickle_index
+from megalite.dist_checkpointing.safe import Record, shown, unpickle_index, without_collections
 from megalite.dist_checkpointing.strategies.base import CheckpointIndex, StoredChunk, StoredItem, StoredTensor
 from megalite.dist_checkpointing.validation import find_hole, find_overlap
 from megalite.utils.errors import DamagedCheckpointError
@@ -67,7 +67,11 @@ def survey_index(data: bytes, where: str) -> tuple[CheckpointIndex, list[IndexPr
 
     Raises CheckpointError only when it is no index at all, or names what an index has no use for.
     """
-    found = unpickle_index(data, where)
+    with without_collections():
+        return _survey(unpickle_index(data, where), where)
+
+
+def _survey(found: Record, where: str) -> tuple[CheckpointIndex, list[IndexProblem]]:
     storage, entries = (getattr(found, name, None) for name in ("storage_data", "state_dict_metadata"))
     if type(storage) is not dict or type(entries) is not dict:
         raise DamagedCheckpointError(
@@ -76,6 +80,7 @@ def survey_index(data: bytes, where: str) -> tuple[CheckpointIndex, list[IndexPr
         )
     problems: list[IndexProblem] = []
     places = _places(storage, problems)
+    rectangles: dict[tuple[int, Shape], int] = {}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredItem] = {}
     for key, entry in entries.items():
@@ -83,7 +88,7 @@ def survey_index(data: bytes, where: str) -> tuple[CheckpointIndex, list[IndexPr
         if type(key) is not str or kind not in ("BytesStorageMetadata", "TensorStorageMetadata"):
             problems.append(IndexProblem(f"key {shown(key)} is {shown(entry)}, no tensor or object", shown(key)))
         elif kind == "TensorStorageMetadata":
-            tensor = _parse_tensor(key, entry, places, problems)
+            tensor = _parse_tensor(key, entry, places, rectangles, problems)
             if tensor is not None:
                 tensors[key] = tensor
         elif (key, None) in places:
@@ -98,19 +103,28 @@ Places = dict[tuple[str, Shape | None], StoredItem]
 
 def _places(storage: dict, problems: list[IndexProblem]) -> Places:
     places: Places = {}
+    # Files and offsets recur, as one object each where the writer shared them: what was found good is not looked at
+    # again. All objects live as long as ``storage``, so that an id means one of them.
+    good_files: set[str] = set()
+    good_offsets: set[int] = set()
     for place, info in storage.items():
         key, offset = getattr(place, "fqn", None), getattr(place, "offset", None)
         file, start, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
-        name = shown(key)
-        if type(key) is not str or not (offset is None or _is_shape(offset)):
-            problems.append(IndexProblem(f"an item has key {name} and offset {shown(offset)}", name))
-        elif not is_file_name(file):
-            problems.append(IndexProblem(f"{name} is placed in {shown(file)}, which is not a file of the folder", key))
-        elif not _is_shape((start, length)) or getattr(info, "transform_descriptors", None):
-            text = f"{name} has byte range ({shown(start)}, {shown(length)}) of {file} or is transformed"
+        if type(key) is not str or not (offset is None or id(offset) in good_offsets or _is_shape(offset)):
+            problems.append(IndexProblem(f"an item has key {shown(key)} and offset {shown(offset)}", shown(key)))
+            continue
+        good_offsets.add(id(offset))
+        if type(file) is not str or (file not in good_files and not is_file_name(file)):
+            text = f"{shown(key)} is placed in {shown(file)}, which is not a file of the folder"
+            problems.append(IndexProblem(text, key))
+            continue
+        good_files.add(file)
+        is_range = type(start) is type(length) is int and 0 <= start < _LARGEST and 0 <= length < _LARGEST
+        if not is_range or getattr(info, "transform_descriptors", None):
+            text = f"{shown(key)} has byte range ({shown(start)}, {shown(length)}) of {file} or is transformed"
             problems.append(IndexProblem(f"{text}; only plain items can be read", key, file))
         elif (key, offset) in places:
-            problems.append(IndexProblem(f"{name} at {offset} is placed twice", key, file))
+            problems.append(IndexProblem(f"{shown(key)} at {offset} is placed twice", key, file))
         else:
             places[key, offset] = StoredItem(file, start, length)
     return places
@@ -122,32 +136,42 @@ def is_file_name(name: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return type(value) is tuple and all(type(number) is int and 0 <= number < _LARGEST for number in value)
+    if type(value) is not tuple:
+        return False
+    for number in value:
+        if type(number) is not int or not 0 <= number < _LARGEST:
+            return False
+    return True
 
 
-def _parse_tensor(key: str, entry: Record, places: Places, problems: list[IndexProblem]) -> StoredTensor | None:
+def _parse_tensor(
+    key: str, entry: Record, places: Places, rectangles: dict[tuple[int, Shape], int], problems: list[IndexProblem]
+) -> StoredTensor | None:
+    """``rectangles`` has the elements of every chunk that was found good for a shape, by its id."""
     shape, chunks, dtype = getattr(entry, "size", None), getattr(entry, "chunks", None), _parse_dtype(entry)
     sound = _is_shape(shape) and max(shape, default=0) < _LONGEST_AXIS and math.prod(shape) < _MOST_ELEMENTS
     if not sound or type(chunks) is not list or dtype is None:
         problems.append(IndexProblem(f"{shown(key)} has no valid shape {shown(shape)}, dtype or list of chunks", key))
         return None
     found = []
+    itemsize = dtype.itemsize
     for chunk in chunks:
         offset, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-        fits = _is_shape(offset) and _is_shape(sizes) and len(shape) == len(offset) == len(sizes)
-        if not fits or any(start + size > whole for start, size, whole in zip(offset, sizes, shape, strict=True)):
-            text = f"chunk {shown(sizes)} at {shown(offset)} of {shown(key)} leaves shape {shape}"
-            problems.append(IndexProblem(text, key))
-            continue
+        elements = rectangles.get((id(chunk), shape))
+        if elements is None:
+            fits = _is_shape(offset) and _is_shape(sizes) and len(shape) == len(offset) == len(sizes)
+            if not fits or any(start + size > whole for start, size, whole in zip(offset, sizes, shape, strict=True)):
+                text = f"chunk {shown(sizes)} at {shown(offset)} of {shown(key)} leaves shape {shape}"
+                problems.append(IndexProblem(text, key))
+                continue
+            elements = rectangles[id(chunk), shape] = math.prod(sizes)
         item = places.get((key, offset))
         if item is None:
             text = f"it does not say where chunk {sizes} at {offset} of {shown(key)} lies"
             problems.append(IndexProblem(text, key))
-        elif (needed := math.prod(sizes) * dtype.itemsize) > item.length:
-            text = (
-                f"chunk {sizes} at {offset} of {shown(key)} needs {needed} bytes of elements, its item in {item.file}"
-            )
-            problems.append(IndexProblem(f"{text} has {item.length} bytes", key, item.file))
+        elif elements * itemsize > item.length:
+            text = f"chunk {sizes} at {offset} of {shown(key)} needs {elements * itemsize} bytes of elements, its item"
+            problems.append(IndexProblem(f"{text} in {item.file} has {item.length} bytes", key, item.file))
         else:
             found.append(StoredChunk(offset, sizes, item))
     return StoredTensor(shape, dtype, found)
