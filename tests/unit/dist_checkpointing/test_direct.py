@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megalite.dist_checkpointing import ShardedTensor, load_plain_tensors, save, write_marker
-from megalite.dist_checkpointing.strategies import direct, writer
+from megalite.dist_checkpointing.strategies import direct, filesystem, writer
 from megalite.dist_checkpointing.strategies.direct import SECTOR, DirectNotSupported, DirectSink, takes_direct_writes
+from megalite.dist_checkpointing.strategies.filesystem import FileSink
 from megalite.utils.dist import SINGLE
 from megalite.utils.errors import SaveError
 
@@ -133,3 +134,35 @@ def test_a_full_device_in_the_middle_is_the_same_error(folder: Path, monkeypatch
 def test_small_saves_need_no_detour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "takes_direct_writes", lambda folder: pytest.fail("asked for a small file"))
     save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, tmp_path, group=SINGLE)
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_through_the_cache_the_device_begins_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_function: bool
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def note(handle: int, offset: Any, length: Any, flags: int) -> int:
+        begun.append((offset.value, length.value))
+        return 0
+
+    monkeypatch.setattr(filesystem, "_sync_file_range", lambda: note if has_function else None)
+    monkeypatch.setattr(filesystem, "_WRITE_BACK", 1000)
+    pieces = [os.urandom(size) for size in (300, 5200, 10, 0, 995)]
+    sink = FileSink(tmp_path / "x")
+    for piece in pieces:
+        sink.write([piece])
+    sink.close()
+    assert (tmp_path / "x").read_bytes() == b"".join(pieces)
+    if has_function:
+        assert sum(length for _, length in begun) >= 5500
+        assert [offset for offset, _ in begun] == [sum(length for _, length in begun[:n]) for n in range(len(begun))]
+    else:
+        assert begun == []
+
+
+def test_the_systems_own_function_is_called(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path / "x")
+    sink.write([b"a" * (20 << 20)])
+    sink.close()
+    assert (tmp_path / "x").stat().st_size == 20 << 20
