@@ -28,6 +28,7 @@ from megalite.dist_checkpointing.strategies.base import ByteSource, ChunkRead, C
 from megalite.dist_checkpointing.strategies.filesystem import FileSource
 from megalite.dist_checkpointing.strategies.framing import Elements
 from megalite.dist_checkpointing.strategies.ranges import Range, needed_ranges, runs_of
+from megalite.dist_checkpointing.strategies.staging import HostBuffer
 from megalite.utils.errors import DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class _Lane:
     def __init__(self, reader: ItemReader) -> None:
         self.reader = reader
         self.source: ByteSource = FileSource(reader.folder)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer: HostBuffer | None = None
         self._block = memoryview(bytearray(BLOCK)) if reader.hashes is not None else memoryview(b"")
 
     def __enter__(self) -> _Lane:
@@ -167,9 +168,10 @@ class _Lane:
 
     def _take(self, length: int) -> torch.Tensor:
         """Return that many bytes of the kept buffer."""
-        if len(self._buffer) < length:
-            self._buffer = torch.empty(length, dtype=torch.uint8)
-        return self._buffer[:length]
+        if self._buffer is None or self._buffer.size < length:
+            # Huge pages: making small ones would take longer than reading into them.
+            self._buffer = HostBuffer(length)
+        return self._buffer.bytes[:length]
 
 
 def _read_whole(content: _ItemBytes, destinations: Sequence[_Destination], found: Elements, where: str) -> None:
