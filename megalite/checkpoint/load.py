@@ -32,7 +32,7 @@ from megalite.config.loader import config_to_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.exchange_utils import agreed
 from megalite.dist_checkpointing.mapping import ShardedObject
-from megalite.dist_checkpointing.serialization import StrictHandling, load, load_common_state_dict
+from megalite.dist_checkpointing.serialization import LoadOptions, StrictHandling, load, load_common_state_dict
 from megalite.utils.dist import Group, agree_any
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 
@@ -219,6 +219,10 @@ def _check_common(common: Mapping[str, Any], decision: LoadDecision) -> None:
         raise DamagedCheckpointError(
             f"{path} has 'args' of type {type(common['args']).__name__}, expected a Namespace; use another checkpoint"
         )
+    if not isinstance(common.get("megalite", {}), dict):
+        raise DamagedCheckpointError(
+            f"{path} has 'megalite' of type {type(common['megalite']).__name__}, expected a dict; use another checkpoint"
+        )
     iteration = common.get("iteration")
     if decision.mode is not LoadMode.WEIGHTS and decision.step not in (RELEASE, iteration):
         raise DamagedCheckpointError(
@@ -247,14 +251,16 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
     """
     settings, world = run.config.checkpoint, run.parallel.world
 
-    def fit() -> tuple[LoadPlan, OptimizerLayout | None]:
-        check_model(common, run, decision.folder, decision.mode)
-        plan = plan_load(decision.mode, settings, common, run)
+    def fit() -> tuple[LoadPlan, OptimizerLayout | None, LoadOptions]:
+        # Of a stranger's values only the types of the outermost are known.
         with as_damage(decision.folder / "common.pt"):
+            check_model(common, run, decision.folder, decision.mode)
+            plan = plan_load(decision.mode, settings, common, run)
             _restore_plain_values(run, decision, plan, common)
-        return plan, layout_of(common, run, decision.folder) if plan.optimizer else None
+            layout = layout_of(common, run, decision.folder) if plan.optimizer else None
+            return plan, layout, load_options(settings, run.parallel, common)
 
-    plan, layout = agreed(world, "comparing the checkpoint with the run", fit)
+    plan, layout, options = agreed(world, "comparing the checkpoint with the run", fit)
     run.finish_param_sync()
     weights = model_state(run)
     # Extra states hold nothing of ours, and other versions of the same layers have them or do not.
@@ -272,7 +278,7 @@ def load_checkpoint(run: TrainState, decision: LoadDecision, common: Mapping[str
         group=world,
         strict=StrictHandling(settings.dist_ckpt_strictness),
         ignore_keys=lambda key: is_left_out(key, plan),
-        options=load_options(settings, run.parallel, common),
+        options=options,
     )
     if layout is not None:
         layout.apply(run, common, loaded)

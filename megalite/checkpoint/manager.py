@@ -10,10 +10,11 @@ happens before it leaves the previous step as the newest one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,9 @@ from megalite.config.schema import CheckpointConfig
 from megalite.dist_checkpointing.core import MARKER_FILE, is_complete
 from megalite.dist_checkpointing.exchange_utils import agreed
 from megalite.dist_checkpointing.integrity import require_integrity
-from megalite.dist_checkpointing.serialization import SaveCache, save, write_marker
+from megalite.dist_checkpointing.serialization import PreparedSave, SaveCache, prepare_save, write_marker
+from megalite.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megalite.dist_checkpointing.strategies.staging import KeptStaging
 from megalite.utils.dist import Group, failing_together
 from megalite.utils.errors import CheckpointError, ConfigError, DamagedCheckpointError, PeerError, SaveError
 from megalite.utils.files import (
@@ -53,6 +56,8 @@ class SaveReport:
     save_seconds: float
     stall_seconds: float
     """Time that training stood still; for a synchronous save all of it."""
+    finalize_seconds: float = 0.0
+    """The part of it at the end of an asynchronous save."""
 
 
 class CheckpointManager:
@@ -65,6 +70,11 @@ class CheckpointManager:
         self.published: Step | None = None
         """The step that the tracker of ``save`` is known to name."""
         self._cache = SaveCache()
+        self._queue = AsyncCallsQueue(world)
+        self._staging = KeptStaging()
+        self._reports: list[SaveReport] = []
+        self.num_failed_saves = 0
+        """Asynchronous saves of this start that could not be written."""
         self.damaged: set[Path] = set()
         """Folders of ``save`` that this start has found damaged."""
         self.loaded: Path | None = None
@@ -142,36 +152,92 @@ class CheckpointManager:
         folder = iteration_folder(self.config.save, iteration)
         return folder not in self.damaged and (self.published == iteration or self.loaded == folder)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun that is not published yet; equal on all ranks."""
+        return self._queue.num_unfinalized > 0
+
     def save(self, state: TrainState, readable: Mapping[Path, bytes]) -> SaveReport:
         """Write and publish the present iteration. Collective over all ranks.
 
         Raises ``SaveError`` on all ranks if a file of any cannot be written; published steps are untouched then.
         """
-        assert self.config.save is not None, "save() needs checkpoint.save"
         started = time.perf_counter()
-        iteration = state.progress.iteration
-        folder = iteration_folder(self.config.save, iteration)
-        try:
-            self._prepare(folder)
-            save(
-                state_to_save(state),
-                folder,
-                group=self.world,
-                content_metadata=content_metadata(save_layout(self.config)),
-                options=save_options(self.config, state.parallel),
-                cache=self._cache,
-                hook=self.hook,
-            )
-            self._publish(folder, iteration, readable)
-        except (OSError, PeerError, SaveError, CheckpointError) as error:
-            raise SaveError(
-                f"iteration {iteration} could not be saved to {folder}: {error}. Published iterations are untouched; "
-                "free the cause and start the same command again."
-            ) from error
-        self.published = iteration
-        self.damaged.discard(folder)
+        iteration, folder = self._place_of(state)
+        with _explained(iteration, folder):
+            prepared = self._begin(state, folder, staging=None)
+            prepared.write()
+            self._finish(prepared, iteration, folder, readable)
         seconds = time.perf_counter() - started
         return SaveReport(iteration, seconds, seconds)
+
+    def save_async(self, state: TrainState, readable: Mapping[Path, bytes]) -> float:
+        """Copy the present iteration and begin to write it; return the seconds that this took. Collective.
+
+        ``maybe_finalize_async_save`` publishes it. One at a time: there is one copy of the state.
+        """
+        assert not self.is_saving, "the save before has to be finalized first"
+        started = time.perf_counter()
+        iteration, folder = self._place_of(state)
+        with _explained(iteration, folder):
+            prepared = self._begin(state, folder, staging=self._staging)
+        stall = time.perf_counter() - started
+
+        def finish() -> None:
+            resumed = time.perf_counter()
+            with _explained(iteration, folder):
+                self._finish(prepared, iteration, folder, readable)
+            now = time.perf_counter()
+            self._reports.append(SaveReport(iteration, now - started, stall + now - resumed, now - resumed))
+
+        self._queue.schedule(AsyncRequest(f"save of iteration {iteration}", prepared.write, (finish,)))
+        return stall
+
+    def maybe_finalize_async_save(self, *, blocking: bool = False) -> list[SaveReport]:
+        """Publish the save that is being written, if every rank has written its part. Collective over all ranks.
+
+        With ``blocking`` it is waited for. If it failed, all ranks raise the same ``SaveError``, or log it and go on,
+        as ``checkpoint.async_save_on_failure`` says; the tracker names the step before.
+        """
+        self._reports = []
+        try:
+            self._queue.maybe_finalize(blocking=blocking)
+        except SaveError as error:
+            if self.config.async_save_on_failure == "stop":
+                raise
+            self.num_failed_saves += 1
+            if self.world.is_first:
+                logger.error("%s. Training goes on; %d saves of this start have failed", error, self.num_failed_saves)
+        return self._reports
+
+    def close(self) -> None:
+        """End what is being written without publishing it. No communication."""
+        self._queue.close()
+        self._staging.close()
+
+    def _place_of(self, state: TrainState) -> tuple[int, Path]:
+        assert self.config.save is not None, "saving needs checkpoint.save"
+        iteration = state.progress.iteration
+        return iteration, iteration_folder(self.config.save, iteration)
+
+    def _begin(self, state: TrainState, folder: Path, staging: KeptStaging | None) -> PreparedSave:
+        self._prepare(folder)
+        return prepare_save(
+            state_to_save(state),
+            folder,
+            group=self.world,
+            staging=staging,
+            content_metadata=content_metadata(save_layout(self.config)),
+            options=save_options(self.config, state.parallel),
+            cache=self._cache,
+            hook=self.hook,
+        )
+
+    def _finish(self, prepared: PreparedSave, iteration: int, folder: Path, readable: Mapping[Path, bytes]) -> None:
+        prepared.finish()
+        self._publish(folder, iteration, readable)
+        self.published = iteration
+        self.damaged.discard(folder)
 
     def _prepare(self, folder: Path) -> None:
         """Clear what an earlier attempt left and make the folder. Collective over all ranks."""
@@ -223,6 +289,18 @@ class CheckpointManager:
                 self._check_sole_owner()
                 # Last of all: a crash before this line leaves the previous step as the newest one.
                 replace_atomically(self.config.save / TRACKER, str(iteration).encode(), self.hook)
+
+
+@contextlib.contextmanager
+def _explained(iteration: int, folder: Path) -> Iterator[None]:
+    """Turn what can go wrong with a save into a SaveError that says what is left."""
+    try:
+        yield
+    except (OSError, MemoryError, PeerError, SaveError, CheckpointError) as error:
+        raise SaveError(
+            f"iteration {iteration} could not be saved to {folder}: {error}. Published iterations are untouched; "
+            "free the cause and start the same command again."
+        ) from error
 
 
 def _make_save_folder(save: Path) -> None:

@@ -59,24 +59,23 @@ def layout_of(common: Mapping[str, Any], run: TrainState, folder: Path) -> Optim
     if kind is None and "content_metadata" not in common and args.get("use_distributed_optimizer"):
         # Files older than content_metadata had one of two layouts, both given up since.
         kind = "fully_sharded_model_space" if args.get("ckpt_fully_parallel_save") else "dp_zero_gather_scatter"
-    masters = _Masters(common)
     if kind == SHARDING_TYPE:
-        return ParameterSpace(WORDS_ON_DISK, folder, masters)
+        return ParameterSpace(WORDS_ON_DISK, folder, _Masters(common))
     if kind == DP_RESHARDABLE:
         _check_topology(args, run, folder)
         fused_norms = args.get("transformer_impl") == "transformer_engine"
         known = "that of Transformer Engine" if fused_norms else "Megatron's without Transformer Engine"
-        masters.known_fault = (
+        fault = (
             f"The order of parameters in the buckets was taken to be {known}, as the file's transformer_impl "
             f"{args.get('transformer_impl')} says"
         )
-        return Buckets(folder, masters, fused_norms)
+        return Buckets(folder, _Masters(common, fault), fused_norms)
     if kind is None:
         has_masters = "optimizer" in stored
         words = {**WORDS_ON_DISK, MASTER: "fp32_param"}
         if not has_masters:
             words.pop(MASTER)
-        return ParameterSpace(words, folder, masters)
+        return ParameterSpace(words, folder, _Masters(common))
     raise CheckpointError(
         f"{folder} holds its optimizer as {kind}, this version reads {SHARDING_TYPE}, {DP_RESHARDABLE} and optimizers "
         f"that are not distributed; save it again with Megatron's --dist-ckpt-optim-fully-reshardable, or {FRESH_START}"
@@ -107,10 +106,10 @@ class _Masters:
     """
 
     common: Mapping[str, Any]
-    apart: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Number of a piece -> tensor that its master is read into."""
     known_fault: str = "Megatron shifts masters like this when it saves fully_reshardable with several padded buckets"
     """What is known to make masters and weights of another program's file differ."""
+    apart: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Number of a piece -> tensor that its master is read into."""
 
     @property
     def is_foreign(self) -> bool:
@@ -248,7 +247,7 @@ def _plain_common(common: Mapping[str, Any]) -> dict[str, Any]:
         {**({"step": steps["common_step"]} if "step" not in group else {}), **group} for group in inner["param_groups"]
     ]
     return {
-        **{name: value for name, value in stored.items() if name == "grad_scaler"},
+        **{name: value for name, value in stored.items() if name == SCALER},
         "optimizer": {"param_groups": groups},
     }
 

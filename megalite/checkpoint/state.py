@@ -193,7 +193,6 @@ def _megatron_arguments(state: TrainState) -> dict[str, Any]:
         "skipped_train_samples": progress.skipped_train_samples,
         "iteration": progress.iteration,
         "params_dtype": str(state.chunks[0].buffers[0].values.dtype).removeprefix("torch."),
-        "async_save": False,
         "async_strategy": "mcore",
     }
 

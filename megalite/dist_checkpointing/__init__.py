@@ -16,6 +16,7 @@ from megalite.dist_checkpointing.mapping import (
 from megalite.dist_checkpointing.optimizer import flat_range_to_blocks, sharded_tensors_of_range
 from megalite.dist_checkpointing.serialization import (
     LoadOptions,
+    PreparedSave,
     SaveCache,
     SaveOptions,
     StrictHandling,
@@ -26,6 +27,7 @@ from megalite.dist_checkpointing.serialization import (
     load_plain_tensors,
     load_sharded_metadata,
     load_tensor_metadata,
+    prepare_save,
     save,
     write_marker,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "CheckpointingConfig",
     "LoadOptions",
     "LocalNonpersistentObject",
+    "PreparedSave",
     "SaveCache",
     "SaveOptions",
     "ShardedObject",
@@ -53,6 +56,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensor_metadata",
+    "prepare_save",
     "read_marker",
     "save",
     "sharded_tensors_of_range",

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megalite.utils.errors import CheckpointError, DamagedCheckpointError
 from megalite.utils.files import read_regular_file
@@ -45,6 +46,11 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     if error.errno in _DAMAGE:
         return DamagedCheckpointError(f"cannot read {path}: {error}; the checkpoint is damaged, use another")
     return CheckpointError(f"cannot read {path}: {error}; check the file, its permissions and its disk")
+
+
+def is_file_name(name: Any) -> bool:
+    """Return whether ``name`` can only be an entry of the folder itself."""
+    return type(name) is str and name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
 
 
 def read_entry(path: Path, limit: int | None = None) -> bytes:

@@ -17,11 +17,18 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from megalite.dist_checkpointing.core import COMMON_FILE, INDEX_FILE, MARKER_FILE, read_entry
+from megalite.dist_checkpointing.core import (
+    COMMON_FILE,
+    INDEX_FILE,
+    MARKER_FILE,
+    is_file_name,
+    read_entry,
+    unreadable,
+)
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
@@ -199,7 +206,7 @@ def _parse_blocks(data: bytes, where: str) -> tuple[np.ndarray, dict[tuple[str, 
         if (ends[-1] if ends else 0) != len(hashes):
             raise ValueError(f"{len(hashes)} hashes for {ends[-1] if ends else 0} blocks")
         names = files.tolist()
-        if not all(Path(name).name == name and name not in ("", ".", "..") and "\0" not in name for name in names):
+        if not all(map(is_file_name, names)):
             raise ValueError("it names files outside the folder")
         starts = [0, *ends[:-1]]
         places = {
@@ -217,9 +224,7 @@ def parse_sha256(data: bytes, where: str) -> dict[str, str]:
     try:
         content = json.loads(data)
         algorithm, files = content["algorithm"], content["files"]
-        well_formed = all(
-            re.fullmatch("[0-9a-f]{64}", value) and Path(name).name == name for name, value in files.items()
-        )
+        well_formed = all(re.fullmatch("[0-9a-f]{64}", value) and is_file_name(name) for name, value in files.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{where} is not a manifest: {error!r}; use another checkpoint") from error
     if algorithm != "sha256" or not well_formed:
@@ -259,18 +264,23 @@ def xxh3_findings(folder: Path, hashes: BlockHashes) -> list[str]:
         if not path.is_file() or path.is_symlink():
             findings.append(f"{name} is missing")
             continue
-        with open(path, "rb") as file:
-            file.seek(start)
-            # Compared with the file first: a length of a stranger decides how much memory is taken.
-            data = file.read(length) if start + length <= os.fstat(file.fileno()).st_size else b""
-        if len(data) != length:
-            findings.append(f"{name} is cut short: bytes {start} to {start + length} were written")
-            continue
         try:
-            hashes.check(name, start, length, [data], f"{name} at byte {start}")
+            with open(path, "rb", buffering=0) as file:
+                if start + length > os.fstat(file.fileno()).st_size:
+                    findings.append(f"{name} is cut short: bytes {start} to {start + length} were written")
+                else:
+                    hashes.check(name, start, length, _blocks_of(file, start, length), f"{name} at byte {start}")
         except CheckpointError as error:
             findings.append(str(error))
+        except OSError as error:
+            findings.append(str(unreadable(path, error)))
     return list(dict.fromkeys(findings))
+
+
+def _blocks_of(file: BinaryIO, start: int, length: int) -> Iterator[bytes]:
+    file.seek(start)
+    for first in range(0, length, BLOCK):
+        yield file.read(min(BLOCK, length - first))
 
 
 def verify_manifests(folder: Path) -> list[str]:

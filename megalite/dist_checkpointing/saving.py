@@ -28,7 +28,13 @@ from megalite.dist_checkpointing.integrity import SHA256_FILE, XXH3_FILE, Hashed
 from megalite.dist_checkpointing.mapping import ShardedTensor, volume
 from megalite.dist_checkpointing.safe import find_unreadable
 from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves, common_part, digests_of_common
-from megalite.dist_checkpointing.strategies.base import GlobalSavePlan, ItemFraming, SavePlan, SynchronousStaging
+from megalite.dist_checkpointing.strategies.base import (
+    GlobalSavePlan,
+    ItemFraming,
+    SavePlan,
+    Staging,
+    SynchronousStaging,
+)
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.fully_parallel import (
     Holdings,
@@ -47,7 +53,7 @@ from megalite.dist_checkpointing.strategies.planning import (
 )
 from megalite.dist_checkpointing.strategies.writer import ItemWriter
 from megalite.dist_checkpointing.validation import check_declared, check_exactly_once, check_objects, shown_names
-from megalite.utils.dist import SINGLE, Group
+from megalite.utils.dist import SINGLE, Group, is_failure
 from megalite.utils.errors import SaveError
 from megalite.utils.files import FaultHook, no_fault, replace_atomically, write_durably
 
@@ -104,21 +110,103 @@ class _Report:
     files: list[HashedFile]
 
 
-def save(
+class PreparedSave:
+    """A save that is planned and whose values are fixed.
+
+    ``write`` is local and may run in any thread, ``finish`` communicates. What it needs is its own: the state may
+    change while it is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        draft: _Draft,
+        tensors: Sequence[torch.Tensor],
+        staging: Staging,
+        *,
+        group: Group,
+        options: SaveOptions,
+        cache: SaveCache,
+        hook: FaultHook,
+    ) -> None:
+        assert cache.plan is not None, "planned before"
+        self.folder = folder
+        self._draft, self._tensors, self._staging = draft, tensors, staging
+        self._plan, self._global_plan, self._index = cache.plan, cache.global_plan, cache.index
+        self._group, self._options, self._hook = group, options, hook
+        self._report: _Report | None = None
+        self._error: BaseException | None = None
+
+    def write(self) -> None:
+        """Write this rank's files, durably. No communication; what goes wrong is kept for ``finish``."""
+        try:
+            with _explained(self.folder):
+                if self._group.is_first:
+                    write_durably(self.folder / COMMON_FILE, self._draft.common, self._hook)
+                writer = ItemWriter(
+                    self.folder, self._staging, TorchSaveFraming(), self._options.verify_integrity, self._hook
+                )
+                objects = self._draft.objects.values()
+                files = writer.write(self._plan, self._tensors, list(objects))
+            self._report = _Report([len(data) for data in objects], files)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            self._error = error
+
+    def finish(self) -> None:
+        """Write the index once all ranks have written. Collective over the group.
+
+        Raises SaveError on every rank, with one text, when a file of any could not be written.
+        """
+        report = agreed(self._group, f"writing into {self.folder}", self._written)
+        reports = self._group.gather_object(report)
+
+        def write_index() -> None:
+            if reports is not None:
+                with _explained(self.folder):
+                    self._write_index(reports)
+
+        agreed(self._group, f"writing the index of {self.folder}", write_index)
+
+    def _written(self) -> _Report:
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "finish() comes after write()"
+        return self._report
+
+    def _write_index(self, reports: Sequence[_Report]) -> None:
+        folder, kind = self.folder, self._options.verify_integrity
+        lengths = [report.object_lengths for report in reports]
+        _check_files(folder, file_sizes(self._global_plan, lengths))
+        index = self._index.content(lengths, folder)
+        replace_atomically(folder / INDEX_FILE, index, self._hook)
+        # The marker does not exist yet, but its bytes are known: a crash between the two leaves no complete checkpoint
+        # that fails its own check.
+        small = {COMMON_FILE: self._draft.common, INDEX_FILE: index, MARKER_FILE: TORCH_DIST.marker_bytes()}
+        hashed = [HashedFile(name, [(0, len(data))], hash_of(data, kind)) for name, data in small.items()]
+        stored = manifest(kind, hashed + [file for report in reports for file in report.files])
+        if stored is not None:
+            replace_atomically(folder / stored[0], stored[1], self._hook)
+
+
+def prepare_save(
     sharded_state_dict: dict,
     folder: Path,
     *,
     group: Group,
+    staging: Staging | None = None,
     content_metadata: dict | None = None,
     options: SaveOptions | None = None,
     cache: SaveCache | None = None,
     hook: FaultHook = no_fault,
-) -> None:
-    """Write all ranks' blocks and the plain values into the existing ``folder``, durably.
+) -> PreparedSave:
+    """Plan a save into the existing ``folder`` and fix its values. Collective over ``group``.
 
-    Collective over ``group``. ``cache``, kept by the caller from save to save, spares planning while the structure is
-    the same. Raises SaveError on every rank, with one text, when a block is written not exactly once, plain values
-    differ between ranks or could not be read back, or a file cannot be written; ``.metadata`` does not exist then.
+    With a ``staging`` all tensors are copied by it before this returns; without, they are read while they are written,
+    and must not change until then. ``cache``, kept by the caller from save to save, spares planning while the
+    structure is the same. Raises SaveError on every rank, with one text, when a block is written not exactly once, or
+    plain values differ between ranks or could not be read back.
     """
     folder, options, cache = Path(folder), options or SaveOptions(), cache or SaveCache()
     framing = TorchSaveFraming()
@@ -131,25 +219,41 @@ def save(
     draft = agreed(group, f"describing the save into {folder}", describe_locally)
     if not _is_unchanged(draft, cache, group):
         _plan(draft, cache, options, group, framing, folder)
+    tensors = [leaf.global_data for leaf in _share_of(draft.leaves, cache.share)]
+    if staging is not None:
+        tensors = agreed(group, "copying the state", lambda: list(staging.stage(tensors)))
+    return PreparedSave(
+        folder, draft, tensors, SynchronousStaging(), group=group, options=options, cache=cache, hook=hook
+    )
 
-    def write() -> _Report:
-        with _explained(folder):
-            if group.is_first:
-                write_durably(folder / COMMON_FILE, draft.common, hook)
-            writer = ItemWriter(folder, SynchronousStaging(), framing, options.verify_integrity, hook)
-            tensors = [leaf.global_data for leaf in _share_of(draft.leaves, cache.share)]
-            files = writer.write(cache.plan, tensors, list(draft.objects.values()))
-        return _Report([len(data) for data in draft.objects.values()], files)
 
-    report = agreed(group, f"writing into {folder}", write)
-    reports = group.gather_object(report)
+def save(
+    sharded_state_dict: dict,
+    folder: Path,
+    *,
+    group: Group,
+    content_metadata: dict | None = None,
+    options: SaveOptions | None = None,
+    cache: SaveCache | None = None,
+    hook: FaultHook = no_fault,
+) -> None:
+    """Write all ranks' blocks and the plain values into the existing ``folder``, durably.
 
-    def finish() -> None:
-        if reports is not None:
-            with _explained(folder):
-                _finish(reports, draft, cache, options, folder, hook)
-
-    agreed(group, f"writing the index of {folder}", finish)
+    Collective over ``group``; for the arguments see ``prepare_save``. Raises SaveError on every rank, with one text,
+    when a block is written not exactly once, plain values differ between ranks or could not be read back, or a file
+    cannot be written; ``.metadata`` does not exist then.
+    """
+    prepared = prepare_save(
+        sharded_state_dict,
+        folder,
+        group=group,
+        content_metadata=content_metadata,
+        options=options,
+        cache=cache,
+        hook=hook,
+    )
+    prepared.write()
+    prepared.finish()
 
 
 def write_marker(folder: Path, hook: FaultHook = no_fault) -> None:
@@ -289,23 +393,6 @@ def _share_of(leaves: ShardedLeaves, share: Share) -> list[ShardedTensor]:
     of the block that begins where it does."""
     blocks = [leaves.tensors[block].rows(first, end) for block, first, end, _ in share.tolist()]
     return [block for block in blocks if block.data.numel() or not volume(block.global_shape)]
-
-
-def _finish(
-    reports: Sequence[_Report], draft: _Draft, cache: SaveCache, options: SaveOptions, folder: Path, hook: FaultHook
-) -> None:
-    lengths = [report.object_lengths for report in reports]
-    _check_files(folder, file_sizes(cache.global_plan, lengths))
-    index = cache.index.content(lengths, folder)
-    replace_atomically(folder / INDEX_FILE, index, hook)
-    # The marker does not exist yet, but its bytes are known: a crash between the two leaves no complete checkpoint
-    # that fails its own check.
-    small = {COMMON_FILE: draft.common, INDEX_FILE: index, MARKER_FILE: TORCH_DIST.marker_bytes()}
-    kind = options.verify_integrity
-    hashed = [HashedFile(name, [(0, len(data))], hash_of(data, kind)) for name, data in small.items()]
-    stored = manifest(kind, hashed + [file for report in reports for file in report.files])
-    if stored is not None:
-        replace_atomically(folder / stored[0], stored[1], hook)
 
 
 def _check_files(folder: Path, sizes: dict[str, int]) -> None:

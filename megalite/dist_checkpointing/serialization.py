@@ -11,11 +11,12 @@ from megalite.dist_checkpointing.loading import (
     load_tensor_metadata,
     read_index,
 )
-from megalite.dist_checkpointing.saving import SaveCache, SaveOptions, save, write_marker
+from megalite.dist_checkpointing.saving import PreparedSave, SaveCache, SaveOptions, prepare_save, save, write_marker
 from megalite.dist_checkpointing.validation import StrictHandling
 
 __all__ = [
     "LoadOptions",
+    "PreparedSave",
     "SaveCache",
     "SaveOptions",
     "StrictHandling",
@@ -26,6 +27,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensor_metadata",
+    "prepare_save",
     "read_index",
     "save",
     "write_marker",

@@ -130,7 +130,7 @@ class BucketSpace:
             unpadded = [bucket.numel_unpadded for bucket in buffer.buckets]
             numels["per_bucket_numel_unpadded"].append({_dtypes(buffer): unpadded})
         common = self.optimizer.common_state_dict()
-        scaler = {"grad_scaler": common["grad_scaler"]} if "grad_scaler" in common else {}
+        scaler = {SCALER: common[SCALER]} if SCALER in common else {}
         return {"optimizer": common["optimizer"], **scaler, **numels}
 
     def _objects(self, values: dict[str, Any]) -> dict[str, ShardedObject]:

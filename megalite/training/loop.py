@@ -6,7 +6,13 @@ import logging
 
 from megalite.training.context import TrainContext
 from megalite.training.evaluate import evaluate, is_evaluation_due
-from megalite.training.exit import ExitReason, checkpoint_and_decide_exit, is_stop_requested, save_checkpoint
+from megalite.training.exit import (
+    ExitReason,
+    checkpoint_and_decide_exit,
+    finalize_saves,
+    is_stop_requested,
+    save_checkpoint,
+)
 from megalite.training.step import StepOutput, skip_step, train_step
 
 logger = logging.getLogger(__name__)
@@ -25,6 +31,7 @@ def _iterate(ctx: TrainContext) -> ExitReason:
         # Asked during set-up: there is nothing new to save.
         return ExitReason.SIGNAL
     while not ctx.is_finished:
+        finalize_saves(ctx)
         ctx.profiler.before_iteration(ctx.progress.iteration)
         save_before_batch_grows(ctx)
         if ctx.progress.iteration + 1 in ctx.config.training.iterations_to_skip:
@@ -39,7 +46,7 @@ def _iterate(ctx: TrainContext) -> ExitReason:
         reason = checkpoint_and_decide_exit(ctx)
         if reason is not None:
             return reason
-    save_checkpoint(ctx)
+    save_checkpoint(ctx, is_last=True)
     return ExitReason.FINISHED
 
 

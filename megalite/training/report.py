@@ -153,8 +153,8 @@ class Reporter:
         self._write(progress, metrics)
 
     def saved(self, progress: TrainProgress, report: SaveReport, folder: object) -> None:
-        """Log a published step."""
-        self.pause(report.stall_seconds)
+        """Log a published step. The stall at the begin of an asynchronous save is its caller's to count."""
+        self.pause(report.finalize_seconds or report.stall_seconds)
         logger.info(
             "saved iteration %d to %s in %.2f s (stalled training for %.2f s)",
             report.iteration,

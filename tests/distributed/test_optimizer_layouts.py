@@ -435,6 +435,27 @@ def test_layouts_that_cannot_be_read_are_refused_by_name(tmp_path: Path, edit: A
     assert message in outcome[1] and "checkpoint.finetune" in outcome[1]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer": 3},
+        {"optimizer": {"optimizer": []}},
+        {"megalite": []},
+        {"megalite": {"config": []}},
+        {"megalite": {"config": {"checkpoint": 7}, "run_id": "x"}},
+        {"content_metadata": "fully_reshardable"},
+        {"opt_param_scheduler": 1},
+    ],
+    ids=str,
+)
+def test_plain_values_of_another_form_are_damage_on_all_ranks(tmp_path: Path, values: dict[str, Any]) -> None:
+    _train((1, 1, 1), tmp_path / "run")
+    foreign = _rewritten(tmp_path / "run", tmp_path / "foreign", lambda tensors, common: common.update(values))
+    load = {"checkpoint": {"load": str(foreign), "no_load_rng": True}}
+    (outcome,) = set(run_on_ranks(2, _start_error, make_config(BATCH, load)))
+    assert outcome is not None and issubclass(outcome[0], CheckpointError), outcome
+
+
 def test_description_of_the_fixtures_is_what_the_settings_assume() -> None:
     for name in (*FULLY, BUCKET_FIXTURE):
         common = load_common_state_dict(checkpoint_of(megatron_fixture(name)))

@@ -3,8 +3,8 @@
     python tools/bench/checkpoint.py [--size-mb 1000] [--ranks 1 2 4] [--folder /tmp /dev/shm] [--repeat 5] [--json]
 
 Limits: copying the same bytes through an aligned buffer to the device past the page cache, with fsync; reading them in
-place from the page cache; copying them into pages that exist. Each way alternates with the others, so that all see the
-same machine. Two states are used:
+place from the page cache; copying them into pages that exist. In the first state each way alternates with the others,
+so that all see the same machine. CPU seconds are of all ranks, extra memory is that of the rank with most. The states:
 
 * equal parts of every tensor on each rank (bf16 weights, fp32 masters and moments), which every library can express:
   ours, PyTorch DCP, and safetensors and megatron-core where they are installed;
@@ -112,7 +112,8 @@ def raw_write(tensors: list[torch.Tensor], path: Path, is_direct: bool) -> None:
             for first in range(0, len(flat), BUFFER):
                 part = flat[first : first + BUFFER]
                 view[: len(part)].copy_(part)
-                os.write(handle, memoryview(buffer)[: -(-len(part) // 4096) * 4096])
+                padded = -(-len(part) // 4096) * 4096
+                assert os.write(handle, memoryview(buffer)[:padded]) == padded
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -146,8 +147,9 @@ def counting_reads() -> Iterator[list[int]]:
     real = os.preadv
 
     def preadv(*args: Any) -> int:
-        taken.append(real(*args))
-        return taken[-1]
+        done = real(*args)
+        taken.append(done)
+        return done
 
     os.preadv = preadv
     try:
@@ -331,11 +333,11 @@ class Bench:
                     if own is not None:
                         needed = sum(tensor.nbytes for tensor in tensors_of(own))
                         self.rows[f"load {name}"].setdefault("read_over_needed", []).append(sum(taken) / needed)
-                        self.rows[f"load {name}"].setdefault("rank_gb", []).append(needed / 1e9)
+                        self.rows[f"load {name}"].setdefault("needed_gb", []).append(needed / 1e9)
         self.drop(path)
 
-    def _load_gpt(self, state: dict[str, Any] | None, path: Path, group: Group, kind: str) -> None:
-        if state is not None:
+    def _load_gpt(self, state: dict[str, Any] | None, path: Path, group: Group | None, kind: str) -> None:
+        if state is not None and group is not None:
             load(dict(state), path, group=group, options=LoadOptions(verify_integrity=kind))
 
     def _place(self, topology: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -359,14 +361,22 @@ class Bench:
         handle = dist.new_group(list(range(count)))
         return Group(tuple(range(count)), self.rank, handle) if self.rank < count else None
 
-    def results(self) -> dict[str, Any]:
-        ways = {
-            name: {key: statistics.median(values) for key, values in row.items()} for name, row in self.rows.items()
+    def _of_all_ranks(self) -> dict[str, dict[str, float]]:
+        """Return the medians: sums over the ranks of what they spend, the largest of the rest."""
+        own = {name: {key: statistics.median(values) for key, values in row.items()} for name, row in self.rows.items()}
+        ranks = self.group.all_gather_object(own)
+        combine = {"cpu_seconds": sum, "needed_gb": sum}
+        return {
+            name: {key: combine.get(key, max)(rank[name][key] for rank in ranks if key in rank[name]) for key in row}
+            for name, row in own.items()
         }
+
+    def results(self) -> dict[str, Any]:
+        ways = self._of_all_ranks()
         for name, row in ways.items():
             limit = ways.get(f"{name.split()[0]} raw limit")
             if name.startswith("load GPT"):
-                row["gb_per_s"] = row["rank_gb"] / row["seconds"]
+                row["gb_per_s"] = row["needed_gb"] / row["seconds"]
             elif limit is not None:
                 row["of_limit"] = row["seconds"] / limit["seconds"]
                 row["gb_per_s"] = self.num_bytes / row["seconds"] / 1e9
@@ -384,8 +394,9 @@ def worker(rank: int, args: argparse.Namespace, folder: str, ranks: int, scratch
     finally:
         if rank == 0:
             shutil.rmtree(bench.folder, ignore_errors=True)
+    results = bench.results()
     if rank == 0:
-        Path(scratch, "results.json").write_text(json.dumps(bench.results()))
+        Path(scratch, "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -400,7 +411,7 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-mb", type=int, default=1000, help="bytes of the whole state")
+    parser.add_argument("--size-mb", type=int, default=1000, help="megabytes of the whole state")
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--folder", nargs="+", default=["/tmp", "/dev/shm"], help="where to write")
     parser.add_argument("--repeat", type=int, default=5)

@@ -106,6 +106,18 @@ class CheckpointConfig:
     """Refuse a checkpoint without hashes: on, every one; off, none, with one WARNING. Not set: one that was saved with
     hashes and has lost them."""
 
+    async_save: bool = False
+    """Copy the state to host memory and write it while training goes on; it is published once every rank has written.
+    A save at the end of the run is waited for. Takes as much host memory as the rank's part of the state."""
+
+    async_save_on_busy: Literal["wait", "skip", "error"] = "wait"
+    """What a save does that is due while the one before is still being written: wait for it, be left out with one
+    WARNING, or end the run."""
+
+    async_save_on_failure: Literal["stop", "continue"] = "stop"
+    """What happens when a save could not be written while training went on: end the run, or go on with one ERROR; the
+    tracker then still names the step before."""
+
     fallback: Literal["error", "newest_complete"] = "error"
     """What happens when the step that the tracker of ``save`` names is missing, incomplete or damaged: stop, or go on
     from the newest complete older one, with a warning for each step that was refused."""

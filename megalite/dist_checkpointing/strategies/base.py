@@ -96,6 +96,12 @@ class SynchronousStaging:
             yield tensor.detach().cpu().contiguous()
 
 
+def shape_rows(shapes: Sequence[Shape], axes: int, filler: int) -> np.ndarray:
+    """Return [n, axes]: shapes or offsets of up to that many axes, the rest filled up."""
+    rows = [(*shape, *(filler,) * (axes - len(shape))) for shape in shapes]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), axes)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Rectangles of global tensors as arrays: small to send, and checked by sorting.

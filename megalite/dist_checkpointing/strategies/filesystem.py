@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megalite.dist_checkpointing.core import require_inside, unreadable
+from megalite.dist_checkpointing.core import is_file_name, require_inside, unreadable
 from megalite.dist_checkpointing.strategies.base import Piece
 from megalite.utils.errors import DamagedCheckpointError
 from megalite.utils.files import FaultHook, no_fault
@@ -50,7 +50,7 @@ class FileSink:
         self._hook("write", self._path)
         for piece in pieces:
             rest = memoryview(piece)
-            # One write call moves at most 2 GiB, and less on a full device.
+            # In parts, so that the device can begin with one; a call may also take less, as on a full device.
             while rest:
                 done = self._file.write(rest[:_WRITE_BACK])
                 self._written += done
@@ -116,7 +116,7 @@ class FileSource:
 
     def _open(self, file: str) -> None:
         self.close()
-        if Path(file).name != file or file in ("", ".", ".."):
+        if not is_file_name(file):
             raise DamagedCheckpointError(
                 f"{self._folder}: the index names {file!r}, not a file of the folder; do not use it"
             )

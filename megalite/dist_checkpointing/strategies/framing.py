@@ -39,6 +39,8 @@ class Elements:
     length: int
     checksum: int
     """CRC-32, or 0 if it was not computed."""
+    is_certain: bool
+    """Whether all that surrounds them is what is written here, byte for byte, so that nothing else can lie there."""
 
 
 class TorchSaveFraming:
@@ -99,7 +101,7 @@ class TorchSaveFraming:
             checksum = frame.checksum_in(head)
             if (head, tail) == frame.around(checksum):
                 # Byte for byte what is written here: nothing is left to parse.
-                return Elements(len(head), size, checksum)
+                return Elements(len(head), size, checksum, is_certain=True)
         records = {record.name.partition("/")[2]: record for record in find_records(read, length, where)}
         elements, described = records.pop("data/0", None), records.get("data.pkl")
         if elements is None or described is None or elements.size != math.prod(shape) * dtype.itemsize:
@@ -109,7 +111,7 @@ class TorchSaveFraming:
         is_plain = bytes(read(described.start, described.size)) == _tensor_pickle(dtype, shape)
         if not is_plain or (order is not None and bytes(read(order.start, order.size)) != b"little"):
             return None
-        return Elements(elements.start, elements.size, elements.checksum)
+        return Elements(elements.start, elements.size, elements.checksum, is_certain=False)
 
     def parse_object(self, data: bytes, where: str) -> Any:
         value = load_archive(data, where)

@@ -7,15 +7,21 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from megalite.dist_checkpointing.core import is_file_name
 from megalite.dist_checkpointing.mapping import Shape, parse_unique_key
 from megalite.dist_checkpointing.safe import Record, shown, unpickle_index, without_collections
-from megalite.dist_checkpointing.strategies.base import CheckpointIndex, StoredChunk, StoredItem, StoredTensor
+from megalite.dist_checkpointing.strategies.base import (
+    CheckpointIndex,
+    StoredChunk,
+    StoredItem,
+    StoredTensor,
+    shape_rows,
+)
 from megalite.dist_checkpointing.validation import find_hole, find_overlap
 from megalite.utils.errors import DamagedCheckpointError
 
@@ -130,11 +136,6 @@ def _places(storage: dict, problems: list[IndexProblem]) -> Places:
     return places
 
 
-def is_file_name(name: Any) -> bool:
-    """Return whether ``name`` can only be an entry of the folder itself."""
-    return type(name) is str and name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
-
-
 def _is_shape(value: Any) -> bool:
     if type(value) is not tuple:
         return False
@@ -197,8 +198,8 @@ def _coverage_problems(index: CheckpointIndex) -> Iterator[IndexProblem]:
     axes = max((len(tensor.shape) for _, tensor in tensors), default=0)
     owner = np.repeat(np.arange(len(tensors)), [len(tensor.chunks) for _, tensor in tensors])
     chunks = [chunk for _, tensor in tensors for chunk in tensor.chunks]
-    offsets = _rows([chunk.offset for chunk in chunks], axes, 0)
-    sizes = _rows([chunk.sizes for chunk in chunks], axes, 1)
+    offsets = shape_rows([chunk.offset for chunk in chunks], axes, 0)
+    sizes = shape_rows([chunk.sizes for chunk in chunks], axes, 1)
     covered = np.zeros(len(tensors), dtype=np.int64)
     np.add.at(covered, owner, sizes.prod(axis=1, dtype=np.int64))
     overlaps = find_overlap(owner, offsets, sizes) is not None
@@ -208,11 +209,6 @@ def _coverage_problems(index: CheckpointIndex) -> Iterator[IndexProblem]:
         if overlaps or covered[number] != math.prod(tensor.shape):
             mine = slice(ends[number] - len(tensor.chunks), ends[number])
             yield from _tensor_problems(key, tensor, offsets[mine], sizes[mine])
-
-
-def _rows(shapes: Sequence[Shape], axes: int, filler: int) -> np.ndarray:
-    rows = [(*shape, *(filler,) * (axes - len(shape))) for shape in shapes]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), axes)
 
 
 def _tensor_problems(key: str, tensor: StoredTensor, offsets: np.ndarray, sizes: np.ndarray) -> Iterator[IndexProblem]:
@@ -236,8 +232,8 @@ def _tensor_problems(key: str, tensor: StoredTensor, offsets: np.ndarray, sizes:
             return
         offset, extent = _widest(tensor.shape, *find_hole(tensor.shape, offsets, sizes), offsets, sizes)
         yield IndexProblem(f"{key}: no chunk holds {extent} at {offset} of shape {tensor.shape}", key)
-        offsets = np.concatenate([offsets, _rows([offset], offsets.shape[1], 0)])
-        sizes = np.concatenate([sizes, _rows([extent], sizes.shape[1], 1)])
+        offsets = np.concatenate([offsets, shape_rows([offset], offsets.shape[1], 0)])
+        sizes = np.concatenate([sizes, shape_rows([extent], sizes.shape[1], 1)])
         missing -= math.prod(extent)
     if missing:
         yield IndexProblem(f"{key}: no chunk holds {missing} more elements", key)

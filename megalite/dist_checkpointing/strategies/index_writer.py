@@ -6,7 +6,7 @@ array of bytes. The memo is laid out here:
 
     0 to 127      used and used again within single constants, which torch's classes pickle themselves
     128 to 255    classes and the names of their fields: references to these take two bytes
-    from 256 on   keys, files, shapes and rectangles, each of which is written once
+    from 256 on   keys, files, types, shapes and rectangles, each of which is written once
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _dict_of(pairs: Sequence[bytes]) -> bytes:
 
 
 def _without_repeats(plan: GlobalSavePlan) -> np.ndarray:
-    """Return the blocks to list: of a tensor without elements every block is the whole, and one is enough."""
+    """Return the blocks to list: those of a tensor without elements lie at one place, and one is enough."""
     is_empty = np.array([not volume(shape) for shape in plan.blocks.shapes], dtype=bool)[plan.blocks.key_of]
     _, first = np.unique(plan.blocks.key_of, return_index=True)
     is_first = np.zeros(len(plan.blocks), dtype=bool)

@@ -24,7 +24,8 @@ def plan_load(
 ) -> LoadPlan:
     """Return the reads for these leaves; keys that are not stored are left out.
 
-    CheckpointError when stored chunks do not cover a requested block exactly once.
+    CheckpointError when stored chunks have more or fewer elements of a block than it has; ``check_index`` is what finds
+    every overlap.
     """
     requested: dict[str, list[ShardedTensor]] = defaultdict(list)
     for leaf in tensors:

@@ -15,7 +15,7 @@ import torch
 from megalite.dist_checkpointing.mapping import Shape, ShardedTensor
 from megalite.dist_checkpointing.safe import find_unreadable
 from megalite.dist_checkpointing.state_dict_utils import ShardedLeaves
-from megalite.dist_checkpointing.strategies.base import Blocks, GlobalSavePlan, ItemFraming, SavePlan
+from megalite.dist_checkpointing.strategies.base import Blocks, GlobalSavePlan, ItemFraming, SavePlan, shape_rows
 from megalite.utils.errors import MegaliteError, SaveError
 
 
@@ -46,8 +46,8 @@ def blocks_of(leaves: Sequence[ShardedTensor], error: type[MegaliteError] = Save
         shapes=tuple(leaf.global_shape for leaf in owners),
         dtypes=tuple(leaf.dtype for leaf in owners),
         key_of=np.array([numbers[leaf.key] for leaf in leaves], dtype=np.int64),
-        offsets=_rows([leaf.global_offset for leaf in leaves], axes, 0),
-        sizes=_rows([leaf.chunk_shape for leaf in leaves], axes, 1),
+        offsets=shape_rows([leaf.global_offset for leaf in leaves], axes, 0),
+        sizes=shape_rows([leaf.chunk_shape for leaf in leaves], axes, 1),
     )
 
 
@@ -60,11 +60,6 @@ def check_same(
             f"{key} is declared as {other[1]} of global shape {other[0]} and as {one[1]} of global shape {one[0]}; all "
             "blocks of a key must agree"
         )
-
-
-def _rows(shapes: Sequence[Shape], axes: int, filler: int) -> np.ndarray:
-    rows = [(*shape, *(filler,) * (axes - len(shape))) for shape in shapes]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), axes)
 
 
 def merge_blocks(parts: Sequence[Blocks], error: type[MegaliteError] = SaveError) -> Blocks:

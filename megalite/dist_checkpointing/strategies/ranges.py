@@ -1,8 +1,7 @@
 """Which bytes of a stored chunk are needed: pure arithmetic, no file.
 
-A rectangle of a row-major chunk is a number of equally long runs. The rule of reading: runs that are less than 16 KiB
-apart are read as one, since a further call costs more than the bytes between them, and a chunk of which at least 95 %
-is needed is read whole, since then its checksum can be compared; everything else is left on the disk.
+A rectangle of a row-major chunk is a number of equally long runs. Runs that are less than 16 KiB apart are read as one,
+since a further call costs more than the bytes between them; the rest is left on the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from megalite.dist_checkpointing.mapping import Shape
 
 READ_THROUGH = 16 << 10
 """Bytes between two runs below which they are read as one."""
-_NEARLY_WHOLE = 0.95
 
 Range = tuple[int, int]
 """[first, end) in bytes."""
@@ -30,28 +28,21 @@ def runs_of(source: Shape, sizes: Shape, chunk: Shape, itemsize: int) -> np.ndar
         return np.array([[0, math.prod(chunk) * itemsize]], dtype=np.int64)
     strides = [math.prod(chunk[axis + 1 :]) for axis in range(len(chunk))]
     # Behind the innermost axis that is cut, elements lie side by side.
-    cut = max((axis for axis in range(len(chunk)) if sizes[axis] != chunk[axis]), default=-1)
-    length = sizes[cut] * strides[cut] if cut >= 0 else math.prod(chunk)
-    starts = np.array([source[cut] * strides[cut] if cut >= 0 else 0], dtype=np.int64)
-    for axis in reversed(range(max(cut, 0))):
+    cut = max(axis for axis in range(len(chunk)) if sizes[axis] != chunk[axis])
+    starts = np.array([source[cut] * strides[cut]], dtype=np.int64)
+    for axis in reversed(range(cut)):
         steps = (source[axis] + np.arange(sizes[axis], dtype=np.int64)) * strides[axis]
         starts = (steps[:, None] + starts[None, :]).reshape(-1)
-    return np.stack([starts, starts + length], axis=1) * itemsize
+    return np.stack([starts, starts + sizes[cut] * strides[cut]], axis=1) * itemsize
 
 
-def needed_ranges(runs: Iterable[np.ndarray], length: int, through: int = READ_THROUGH) -> list[Range]:
-    """Return what to read of a chunk of ``length`` bytes, ascending and apart; one range is all of it if nearly all
-    is needed."""
+def needed_ranges(runs: Iterable[np.ndarray], through: int = READ_THROUGH) -> list[Range]:
+    """Return what to read for these runs, ascending and apart."""
     merged = np.concatenate(list(runs))
-    if not len(merged):
-        return []
-    if len(merged) == 1 and int(merged[0, 1] - merged[0, 0]) == length:
-        return [(0, length)]
+    if len(merged) < 2:
+        return [(first, end) for first, end in merged.tolist()]
     merged = merged[np.argsort(merged[:, 0], kind="stable")]
     reach = np.maximum.accumulate(merged[:, 1])
     begins = np.concatenate(([True], merged[1:, 0] >= reach[:-1] + through))
     ends = np.concatenate((np.flatnonzero(begins)[1:] - 1, [len(merged) - 1]))
-    ranges = list(zip(merged[begins, 0].tolist(), reach[ends].tolist(), strict=True))
-    if sum(end - first for first, end in ranges) >= _NEARLY_WHOLE * length:
-        return [(0, length)]
-    return ranges
+    return list(zip(merged[begins, 0].tolist(), reach[ends].tolist(), strict=True))

@@ -1,9 +1,12 @@
 """The items that one rank needs: read once each, checked, and put where they belong.
 
 The elements of a tensor lie in its archive as they lie in memory. What a tensor needs of a chunk as it lies on disk is
-read straight into it; else into a kept buffer, from which it is copied. Of a chunk that is not needed whole only the
-needed ranges are read (``ranges`` has the rule), with hashes rounded to their blocks. What surrounds the elements, a
-few hundred bytes, is read apart and compared with what torch writes; torch loads an archive that looks different.
+read straight into it; else into a kept buffer, from which it is copied. What surrounds the elements, a few hundred
+bytes, is read apart and compared with what torch writes; torch loads an archive that looks different.
+
+Of a chunk that is not needed whole only the needed ranges are read (``ranges`` has the rule), with hashes rounded to
+their blocks. It is read whole all the same when its archive is not byte for byte of our making, since damage of a
+header could then move the elements; and, without hashes, when nearly all of it is needed.
 
 What is checked: with hashes every byte that is used; without, the archive's checksum of every chunk that is read whole.
 """
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megalite.dist_checkpointing.archive import crc32
@@ -39,6 +43,8 @@ _SURROUNDING = 4096
 """Both ends of an archive that are read at once: more than torch needs for its records beside the elements."""
 _SHORT = 64 << 10
 """Items up to this length are read with one call."""
+_NEARLY_WHOLE = 0.95
+"""Part of a chunk from which on all of it is read, so that its checksum can be compared."""
 _MOST_THREADS = 4
 _WORTH_THREADS = 16 << 20
 """Bytes from which on threads are worth their start."""
@@ -68,13 +74,22 @@ class ItemReader:
             objects = {key: lane.read_object(key, item) for key, item in plan.objects}
             for leaf in plan.zeroed:
                 leaf.data.detach().zero_()
+            _wait_for_devices(plan)
             num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(plan.chunks))
             if num_threads < 2 or sum(read.chunk.item.length for read in plan.chunks) < _WORTH_THREADS:
                 for read in plan.chunks:
                     lane.fill(read)
                 return objects
         _fill_in_threads(self, plan.chunks, num_threads)
+        _wait_for_devices(plan)
         return objects
+
+
+def _wait_for_devices(plan: LoadPlan) -> None:
+    """Let what is queued for the plan's tensors be done: each thread queues on a stream of its own."""
+    leaves = [*plan.zeroed, *(copy.leaf for read in plan.chunks for copy in read.copies)]
+    for device in {leaf.data.device for leaf in leaves if leaf.data.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _fill_in_threads(reader: ItemReader, chunks: Sequence[ChunkRead], num_threads: int) -> None:
@@ -158,19 +173,24 @@ class _Lane:
         """Return what is read to where, and the buffer from which it has to be copied, if it does not go straight."""
         sizes = read.chunk.sizes
         runs = [runs_of(copy.source, copy.sizes, sizes, read.dtype.itemsize) for copy in read.copies]
-        ranges = needed_ranges(runs, found.length)
+        ranges = needed_ranges(runs)
+        part = sum(end - first for first, end in ranges)
+        if not found.is_certain or (self.reader.hashes is None and part >= _NEARLY_WHOLE * found.length):
+            ranges, part = [(0, found.length)] if ranges else [], found.length
         direct = _direct_targets(read, runs, ranges)
         if direct is not None:
             return [_Destination(found.start + a, found.start + b, target) for (a, b), target in direct], None
-        raw = self._take(found.length)
+        raw = self._take(found.length, is_whole=part == found.length)
         bytes_of = memoryview(raw.numpy())
         return [_Destination(found.start + a, found.start + b, bytes_of[a:b]) for a, b in ranges], raw
 
-    def _take(self, length: int) -> torch.Tensor:
-        """Return that many bytes of the kept buffer."""
+    def _take(self, length: int, is_whole: bool) -> torch.Tensor:
+        """Return that many bytes of the kept buffer; of one that is not filled whole, pages that stay empty cost
+        nothing."""
         if self._buffer is None or self._buffer.size < length:
-            # Huge pages: making small ones would take longer than reading into them.
-            self._buffer = HostBuffer(length)
+            # The old one first: two at a time would be needed by nobody.
+            self._buffer = None
+            self._buffer = HostBuffer(length, populate=is_whole)
         return self._buffer.bytes[:length]
 
 
@@ -248,7 +268,7 @@ class _ItemBytes:
 
 
 def _direct_targets(
-    read: ChunkRead, runs: Sequence[Any], ranges: Sequence[Range]
+    read: ChunkRead, runs: Sequence[np.ndarray], ranges: Sequence[Range]
 ) -> list[tuple[Range, memoryview]] | None:
     """Return the range of every copy and the memory that it fills as it lies on disk; None if one has to be copied."""
     targets = []

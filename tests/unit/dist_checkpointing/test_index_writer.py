@@ -15,7 +15,7 @@ from megalite.dist_checkpointing import ShardedTensor
 from megalite.dist_checkpointing.safe import unpickle_index
 from megalite.dist_checkpointing.strategies.framing import TorchSaveFraming
 from megalite.dist_checkpointing.strategies.index import check_index, parse_index
-from megalite.dist_checkpointing.strategies.index_writer import IndexWriter
+from megalite.dist_checkpointing.strategies.index_writer import IndexWriter, _integers
 from megalite.dist_checkpointing.strategies.planning import merge_plans, plan_local_save
 
 
@@ -29,6 +29,7 @@ def _leaves(rank: int) -> list[ShardedTensor]:
         block(
             "layers", torch.empty(2, 3, dtype=torch.int64, device="meta"), (2, 2, 3), (rank, 0, 0), prepend_axis_num=1
         ),
+        block("s\u00e4tze \U0001f600", torch.empty(2, device="meta"), (4,), (2 * rank,)),
         block("empty", torch.empty(0, 5, device="meta"), (0, 5), (0, 0)),
     ]
     if rank == 0:
@@ -98,7 +99,14 @@ def test_a_plan_without_tensors() -> None:
 
 @pytest.mark.parametrize("largest", [0, 1, 127, 128, 255, 256, 2**31 - 1, 2**31, 2**40, 2**62])
 def test_numbers_of_any_size(largest: int) -> None:
-    from megalite.dist_checkpointing.strategies.index_writer import _integers
-
     for row, value in zip(_integers(np.array([0, largest, largest // 3])), (0, largest, largest // 3), strict=True):
         assert pickle.loads(b"\x80\x02" + row.tobytes() + b".") == value
+
+
+def test_more_entries_than_two_bytes_can_number() -> None:
+    leaves = [ShardedTensor.from_block("w", torch.empty(1, device="meta"), (70_000,), (at,)) for at in range(70_000)]
+    plan = merge_plans([plan_local_save(leaves, [], 0, TorchSaveFraming())], [0])
+    found = pickle.loads(IndexWriter(plan).content([[]], Path("f")))
+    chunks = found.state_dict_metadata["w"].chunks
+    assert [chunk.offsets for chunk in chunks[::7000]] == [torch.Size([at]) for at in range(0, 70_000, 7000)]
+    assert found.storage_data[dcp.MetadataIndex("w", torch.Size([69_999]))].offset == int(plan.starts[69_999])

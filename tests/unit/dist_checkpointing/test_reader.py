@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pickle
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def test_whole_chunks_need_no_buffer_and_others_one(tmp_path: Path, monkeypatch:
     _write(tmp_path, {"w": W}, kind)
     taken = []
     real = reader._Lane._take
-    monkeypatch.setattr(reader._Lane, "_take", lambda self, n: (taken.append(n), real(self, n))[1])
+    monkeypatch.setattr(reader._Lane, "_take", lambda self, n, is_whole: (taken.append(n), real(self, n, is_whole))[1])
     assert torch.equal(_load(tmp_path, torch.zeros(30, 20), kind=kind), W) and taken == []
     assert torch.equal(_load(tmp_path, torch.zeros(20, 30).t(), kind=kind), W) and taken == [2400]
     assert torch.equal(_load(tmp_path, torch.zeros(30, 20, dtype=torch.float64), kind=kind), W.double())
@@ -160,9 +161,38 @@ def test_with_hashes_a_flip_in_a_needed_block_is_found_and_another_is_not_read(t
         _part(tmp_path, slice(0, 3000), slice(0, 1000), "off")
 
 
+@pytest.mark.parametrize("kind", ["off", "xxh3"])
+@pytest.mark.parametrize("shift", [4, 8])
+def test_a_header_that_moves_the_elements_is_found(tmp_path: Path, kind: str, shift: int) -> None:
+    """The length of padding before the elements decides where they begin: a part of them would look sound."""
+    _write(tmp_path, {"w": TALL}, kind)
+    data = bytearray((tmp_path / "__0_0.distcp").read_bytes())
+    header = data.index(b"archive/data/0") - 30
+    (extra,) = struct.unpack_from("<H", data, header + 28)
+    struct.pack_into("<H", data, header + 28, extra - shift)
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(CheckpointError, match="w in .*damaged"):
+        _part(tmp_path, slice(1600, 1700), slice(0, 1000), kind)
+
+
+def test_of_an_archive_of_another_writer_all_is_read_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, {"w": TALL})
+    _replace(tmp_path, TALL + 1)
+    assert torch.equal(_part(tmp_path, slice(5, 7), slice(0, 1000), "off"), TALL[5:7] + 1)
+    data = bytearray((tmp_path / "__0_0.distcp").read_bytes())
+    data[-2_000_000] ^= 1
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(CheckpointError, match="w in .*damaged"):
+        _part(tmp_path, slice(5, 7), slice(0, 1000), "off")
+
+
 def test_threads_read_the_same_and_report_the_first_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_WORTH_THREADS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    before, lanes, real = threading.active_count(), [], reader._Lane.__init__
+    monkeypatch.setattr(reader._Lane, "__init__", lambda self, own: (lanes.append(self), real(self, own))[1])
     tensors = {f"w{number:02}": torch.rand(50, 60 + number) for number in range(40)}
     for kind in ("off", "xxh3"):
         folder = tmp_path / kind
@@ -173,6 +203,7 @@ def test_threads_read_the_same_and_report_the_first_damage(tmp_path: Path, monke
         options = LoadOptions(verify_integrity=kind)
         load(request, folder, group=SINGLE, options=options)
         assert all(torch.equal(targets[key], tensors[key]) for key in tensors)
+        assert len(lanes) > 2, "one for the objects and at least two threads"
         data = bytearray((folder / "__0_0.distcp").read_bytes())
         places = pickle.loads((folder / ".metadata").read_bytes()).storage_data
         for place, info in places.items():
@@ -181,7 +212,7 @@ def test_threads_read_the_same_and_report_the_first_damage(tmp_path: Path, monke
         (folder / "__0_0.distcp").write_bytes(data)
         with pytest.raises(CheckpointError, match="w17 in .*damaged"):
             load(request, folder, group=SINGLE, options=options)
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def _replace(folder: Path, value: Any, **settings: Any) -> None:

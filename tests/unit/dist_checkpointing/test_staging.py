@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
-import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 
+from megalite.dist_checkpointing.strategies import staging
 from megalite.dist_checkpointing.strategies.staging import HostBuffer, KeptStaging
 
 TENSORS = [
@@ -21,11 +24,10 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_copies_keep_the_values_of_the_call(shared: bool) -> None:
-    staging = KeptStaging(shared=shared)
+def test_copies_keep_the_values_of_the_call() -> None:
+    kept = KeptStaging()
     live = [tensor.clone(memory_format=torch.preserve_format) for tensor in TENSORS]
-    staged = list(staging.stage(iter(live)))
+    staged = list(kept.stage(iter(live)))
     for tensor in live:
         tensor.zero_()
     for copy, tensor in zip(staged, TENSORS, strict=True):
@@ -34,51 +36,68 @@ def test_copies_keep_the_values_of_the_call(shared: bool) -> None:
 
 
 def test_the_buffer_stays_until_it_is_too_small() -> None:
-    staging = KeptStaging()
-    (first,) = staging.stage([torch.rand(1000)])
-    place = staging.buffer.bytes.data_ptr()
-    (second,) = staging.stage([torch.ones(2000)])
-    assert staging.buffer.bytes.data_ptr() == place and first.data_ptr() == second.data_ptr()
-    list(staging.stage([torch.ones(2 << 20)]))
-    assert staging.buffer.size == 8 << 20
+    kept = KeptStaging()
+    (first,) = kept.stage([torch.rand(1000)])
+    place = kept.buffer.bytes.data_ptr()
+    (second,) = kept.stage([torch.ones(2000)])
+    assert kept.buffer.bytes.data_ptr() == place and first.data_ptr() == second.data_ptr()
+    list(kept.stage([torch.ones(2 << 20)]))
+    assert kept.buffer.size == 8 << 20
 
 
-def test_its_pages_exist_before_anything_is_copied() -> None:
+@pytest.mark.parametrize("knows_the_advice", [True, False])
+def test_its_pages_exist_before_anything_is_copied(monkeypatch: pytest.MonkeyPatch, knows_the_advice: bool) -> None:
+    if not knows_the_advice:
+        monkeypatch.setattr(staging, "_POPULATE_WRITE", 10_000)
     buffer = HostBuffer(16 << 20)
     faults = _page_faults()
     buffer.bytes.fill_(1)
     assert _page_faults() - faults < 64
 
 
-def _page_faults() -> int:
-    import resource
+def test_without_populating_only_what_is_used_is_made() -> None:
+    before = _resident()
+    buffer = HostBuffer(256 << 20, populate=False)
+    buffer.bytes[100 << 20] = 1
+    assert _resident() - before < 16 << 20
 
+
+def test_its_pages_are_huge_where_the_system_permits() -> None:
+    allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not allowed.exists() or "[never]" in allowed.read_text():
+        pytest.skip("the system makes no huge pages")
+    buffer = HostBuffer(64 << 20)
+    before = int(Path("/proc/self/smaps_rollup").read_text().partition("AnonHugePages:")[2].split()[0])
+    assert buffer.size == 64 << 20 and before >= 32 << 10, "in KiB"
+
+
+def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_another_process_can_map_what_is_shared() -> None:
-    staging = KeptStaging(shared=True)
-    list(staging.stage([torch.arange(4, dtype=torch.uint8)]))
-    with mmap.mmap(staging.buffer.handle, 4) as other:
-        assert other[:] == bytes(range(4))
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_nothing_is_left_behind() -> None:
-    handles = len(os.listdir("/proc/self/fd"))
+    def once() -> None:
+        kept = KeptStaging()
+        list(kept.stage([torch.rand(4 << 20)]))
+        kept.close()
+        assert kept.buffer is None
+
+    once()
+    before = _resident()
     for _ in range(20):
-        staging = KeptStaging(shared=True)
-        list(staging.stage([torch.rand(100)]))
-        staging.close()
-        assert staging.buffer is None
-    dropped = KeptStaging(shared=True)
-    list(dropped.stage([torch.rand(100)]))
-    del dropped
-    assert len(os.listdir("/proc/self/fd")) == handles
+        once()
+    assert _resident() - before < 16 << 20
 
 
-def test_more_than_the_bound_is_one_clear_error() -> None:
-    staging = KeptStaging(max_bytes=1000)
-    list(staging.stage([torch.rand(100)]))
-    with pytest.raises(MemoryError, match="takes 4032 bytes of host memory, the bound is 1000"):
-        staging.stage([torch.rand(1000)])
-    assert staging.buffer.size == 2 << 20
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class _Full(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", _Full)
+    with pytest.raises(MemoryError, match="no memory for 2097152 bytes"):
+        list(KeptStaging().stage([torch.rand(1000)]))

@@ -37,6 +37,8 @@ class _Signal:
 class _Manager:
     """Counts saves; publishes what it saves."""
 
+    is_saving = False
+
     def __init__(self, can_save: bool, published: int | None) -> None:
         self.can_save = can_save
         self.published = published
@@ -69,7 +71,13 @@ def _context(
     return SimpleNamespace(
         config=SimpleNamespace(
             training=SimpleNamespace(exit_duration_in_mins=minutes, exit_interval=exit_interval),
-            checkpoint=SimpleNamespace(save=save, save_interval=save_interval, log_state_hash=False),
+            checkpoint=SimpleNamespace(
+                save=save,
+                save_interval=save_interval,
+                log_state_hash=False,
+                async_save=False,
+                async_save_on_busy="wait",
+            ),
         ),
         state=progress,
         progress=progress,
