@@ -220,9 +220,8 @@ def _check_common(common: Mapping[str, Any], decision: LoadDecision) -> None:
             f"{path} has 'args' of type {type(common['args']).__name__}, expected a Namespace; use another checkpoint"
         )
     if not isinstance(common.get("megalite", {}), dict):
-        raise DamagedCheckpointError(
-            f"{path} has 'megalite' of type {type(common['megalite']).__name__}, expected a dict; use another checkpoint"
-        )
+        kind = type(common["megalite"]).__name__
+        raise DamagedCheckpointError(f"{path} has 'megalite' of type {kind}, expected a dict; use another checkpoint")
     iteration = common.get("iteration")
     if decision.mode is not LoadMode.WEIGHTS and decision.step not in (RELEASE, iteration):
         raise DamagedCheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -200,3 +201,44 @@ def test_without_save_folder_the_loss_of_work_is_announced(tmp_path: Path) -> No
     assert (result.status, result.rank_statuses) == (0, {0: 0})
     assert "WARNING: asked to stop by SIGTERM: nothing is saved, as checkpoint.save is not set" in result.stderr[0]
     assert result.stopped_at[1] == SIGNAL
+
+
+ASYNC = ("--checkpoint.async_save=true", "--checkpoint.save_interval=1")
+
+
+def test_a_signal_while_saves_are_written_publishes_the_last_iteration(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    with _running(tmp_path, *ASYNC) as job:
+        job.wait_for_iteration(4, save)
+        _to_ranks(0, 1)(job)
+        result = job.wait_until_gone()
+    assert result.status == 0 and result.rank_statuses == {0: 0, 1: 0}, str(result)
+    assert not any(result.num_gloo_threads.values())
+    iteration, reason = result.stopped_at
+    assert reason == SIGNAL and iteration == max(losses(save)) == read_tracker(save)
+    # Every save that began was brought to its end, one after the other.
+    assert complete_iterations(save) == list(range(1, iteration + 1))
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_killed_while_saves_are_written_a_run_goes_on_from_the_published_step(tmp_path: Path, after: int) -> None:
+    save = tmp_path / "run"
+    with _running(tmp_path, *ASYNC) as job:
+        job.wait_for_iteration(after, save)
+        for pid in job.rank_pids():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_until_gone()
+    published = read_tracker(save) or 0
+    assert published in (0, *complete_iterations(save))
+    last = published + 3
+    length = f"--training.train_iters={last}"
+    result = run_job(tmp_path / "again", [*TINY, f"--checkpoint.save={save}", *ASYNC, length], num_ranks=2)
+    assert result.status == 0, str(result)
+    assert read_tracker(save) == last == complete_iterations(save)[-1]
+    whole = tmp_path / "whole"
+    unbroken = run_job(tmp_path / "unbroken", [*TINY, f"--checkpoint.save={whole}", length], num_ranks=2)
+    assert unbroken.status == 0, str(unbroken)
+    # What was done again after the kill is there twice; the second time it is what the unbroken run did.
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+    found = {line["iteration"]: line["train/loss"] for line in lines if "train/loss" in line}
+    assert {step: found[step] for step in range(1, last + 1)} == losses(whole)

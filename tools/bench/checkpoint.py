@@ -366,10 +366,13 @@ class Bench:
         own = {name: {key: statistics.median(values) for key, values in row.items()} for name, row in self.rows.items()}
         ranks = self.group.all_gather_object(own)
         combine = {"cpu_seconds": sum, "needed_gb": sum}
-        return {
-            name: {key: combine.get(key, max)(rank[name][key] for rank in ranks if key in rank[name]) for key in row}
-            for name, row in own.items()
-        }
+        ways: dict[str, dict[str, float]] = {}
+        for name in own:
+            keys = dict.fromkeys(key for rank in ranks for key in rank[name])
+            ways[name] = {
+                key: combine.get(key, max)(rank[name][key] for rank in ranks if key in rank[name]) for key in keys
+            }
+        return ways
 
     def results(self) -> dict[str, Any]:
         ways = self._of_all_ranks()

@@ -134,6 +134,8 @@ def measure(job: Job, with_dcp: bool) -> dict[str, Any]:
             written_bytes += written
             leaves = ShardedLeaves({"leaves": members[0]})
             timed(times, "digest one rank (unchanged structure)", lambda own=leaves: structure_digest(own))
+    # What takes a minute needs no repetition; what takes milliseconds does.
+    repeat = 1 if len(plans) > 1000 else 5
     results = {
         "ranks": len(plans),
         "blocks": sum(len(plan.lengths) for plan in plans),
@@ -143,11 +145,11 @@ def measure(job: Job, with_dcp: bool) -> dict[str, Any]:
         "plan_bytes_per_rank": int(np.mean([len(pickle.dumps(plan)) for plan in plans[:8]])),
         "unchanged_bytes_per_rank": UNCHANGED_MESSAGE,
         "seconds": {name: statistics.median(values) for name, values in times.items()},
-        "ours": in_a_child(lambda: ours_on_first_rank(plans)),
+        "ours": in_a_child(lambda: ours_on_first_rank(plans), repeat),
     }
     if with_dcp:
-        results["DCP, collector on"] = in_a_child(lambda: dcp_on_first_rank(plans, collect=True))
-        results["DCP, collector off"] = in_a_child(lambda: dcp_on_first_rank(plans, collect=False))
+        results["DCP, collector on"] = in_a_child(lambda: dcp_on_first_rank(plans, collect=True), repeat)
+        results["DCP, collector off"] = in_a_child(lambda: dcp_on_first_rank(plans, collect=False), repeat)
         results["plan_bytes_per_rank_dcp"] = int(np.mean([len(pickle.dumps(p)) for p in dcp_plans(plans[:8])]))
     return results
 
@@ -220,8 +222,9 @@ def dcp_on_first_rank(plans: Sequence[SavePlan], collect: bool) -> dict[str, flo
     return {name: values[0] for name, values in times.items()} | {"index bytes": len(content)}
 
 
-def in_a_child(body: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return what ``body`` measures in a process that has this one's memory, and how much more it took."""
+def in_a_child(body: Callable[[], dict[str, float]], repeat: int) -> dict[str, float]:
+    """Return the medians of what ``body`` measures in a process that has this one's memory, and how much more it
+    took."""
     context = torch.multiprocessing.get_context("fork")
     results = context.SimpleQueue()
 
@@ -231,7 +234,8 @@ def in_a_child(body: Callable[[], dict[str, float]]) -> dict[str, float]:
 
         Path("/proc/self/clear_refs").write_text("5")
         before = _memory("VmRSS")
-        measured = body()
+        runs = [body() for _ in range(repeat)]
+        measured = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         results.put(measured | {"peak memory, MB": (_memory("VmHWM") - before) / 1e6})
 
     process = context.Process(target=child)
