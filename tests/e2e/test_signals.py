@@ -231,12 +231,12 @@ def test_killed_while_saves_are_written_a_run_goes_on_from_the_published_step(tm
     published = read_tracker(save) or 0
     assert published in (0, *complete_iterations(save))
     last = published + 3
-    length = f"--training.train_iters={last}"
-    result = run_job(tmp_path / "again", [*TINY, f"--checkpoint.save={save}", *ASYNC, length], num_ranks=2)
+    end = (*LONG, f"--training.exit_interval={last}")
+    result = run_job(tmp_path / "again", [*TINY, f"--checkpoint.save={save}", *ASYNC, *end], num_ranks=2)
     assert result.status == 0, str(result)
     assert read_tracker(save) == last == complete_iterations(save)[-1]
     whole = tmp_path / "whole"
-    unbroken = run_job(tmp_path / "unbroken", [*TINY, f"--checkpoint.save={whole}", length], num_ranks=2)
+    unbroken = run_job(tmp_path / "unbroken", [*TINY, f"--checkpoint.save={whole}", *end], num_ranks=2)
     assert unbroken.status == 0, str(unbroken)
     # What was done again after the kill is there twice; the second time it is what the unbroken run did.
     lines = [json.loads(line) for line in (save / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
