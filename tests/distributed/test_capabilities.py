@@ -12,8 +12,10 @@ import torch
 
 from megalite.checkpoint.paths import iteration_folder, read_tracker
 from megalite.config.schema import Config
-from megalite.training.exit import save_checkpoint
+from megalite.training.exit import checkpoint_and_decide_exit, finalize_saves, save_checkpoint
+from megalite.training.loop import advance
 from megalite.training.setup import training_run
+from megalite.training.step import train_step
 from megalite.utils.dist import world_group
 from megalite.utils.errors import ConfigError
 from tests.helpers.ranks import run_on_ranks
@@ -131,11 +133,24 @@ def test_p1_p3_the_tracker_follows_the_bytes_and_a_save_keeps_what_it_was_given(
         assert unequal(loaded.state, global_state([states[number] for _, states in ranks])) == []
 
 
-def test_p4_a_setting_that_does_not_exist_is_refused_and_never_switched_off() -> None:
-    """P4: background saves are not there yet; asking for one must not give another kind of save in silence."""
-    for key in ("async_save", "async_strategy", "use_persistent_ckpt_worker"):
+def _kind_of_save(config: Config) -> bool:
+    """Return whether the save of an iteration is still going on when training may go on."""
+    with training_run(config) as ctx:
+        advance(ctx, train_step(ctx))
+        checkpoint_and_decide_exit(ctx)
+        is_saving = ctx.checkpoints.is_saving
+        finalize_saves(ctx, blocking=True)
+        return is_saving
+
+
+def test_p4_asynchronous_saves_are_never_switched_off_in_silence(tmp_path: Path) -> None:
+    """P4: with ``async_save`` saves are asynchronous; ways to make them that do not exist here are refused."""
+    for is_async in (True, False):
+        save = {"checkpoint": {"save": str(tmp_path / str(is_async)), "save_interval": 1, "async_save": is_async}}
+        assert run_on_ranks(1, _kind_of_save, make_config(BATCH, save)) == [is_async]
+    for key in ("async_strategy", "use_persistent_ckpt_worker"):
         with pytest.raises(ConfigError, match=f"unknown key 'checkpoint.{key}'"):
-            make_config({"checkpoint": {key: True}})
+            make_config({"checkpoint": {key: True, "async_save": True}})
 
 
 def test_p10_weights_and_optimizer_are_of_one_step_whatever_the_tracker_names(tmp_path: Path) -> None:

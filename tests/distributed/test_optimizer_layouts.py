@@ -258,7 +258,16 @@ FP16: Changes = {"precision": {"fp16": True}}
 
 
 @pytest.mark.parametrize("layout", [BUCKETS, {}], ids=["buckets", "blocks"])
-@pytest.mark.parametrize(("saved_in", "loaded_in"), [(FP16, BF16), (BF16, FP16), (FP16, {}), ({}, FP16)], ids=str)
+@pytest.mark.parametrize(
+    ("saved_in", "loaded_in"),
+    [
+        (FP16, BF16),
+        (BF16, FP16),
+        pytest.param(FP16, {}, marks=pytest.mark.slow),
+        pytest.param({}, FP16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_fp16_may_change_to_and_fro(tmp_path: Path, layout: Changes, saved_in: Changes, loaded_in: Changes) -> None:
     """The loss scale is there or not; weights are the masters rounded once, not by way of the other type."""
     saved = _train((1, 1, 2), tmp_path / "run", saved_in, layout)

@@ -248,7 +248,7 @@ def test_damaged_checkpoint_is_refused_on_all_ranks(saved: Path, tmp_path: Path)
     result = run_job(tmp_path / "job", [*TINY, _iterations(4), f"--checkpoint.save={saved}"], num_ranks=2)
     _assert_all_ranks_refused(result, DATA_OR_CHECKPOINT)
     for rank, stderr in result.stderr.items():
-        _assert_one_message(stderr, ["iter_0000002/__0_0.distcp is damaged", "use another checkpoint"], rank)
+        _assert_one_message(stderr, ["is damaged: bytes", "of __0_0.distcp have hash", "use another checkpoint"], rank)
     assert _contents(saved) == before
 
 

@@ -220,7 +220,7 @@ def test_a_signal_while_saves_are_written_publishes_the_last_iteration(tmp_path:
     assert complete_iterations(save) == list(range(1, iteration + 1))
 
 
-@pytest.mark.parametrize("after", [2, 5])
+@pytest.mark.parametrize("after", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_killed_while_saves_are_written_a_run_goes_on_from_the_published_step(tmp_path: Path, after: int) -> None:
     save = tmp_path / "run"
     with _running(tmp_path, *ASYNC) as job:

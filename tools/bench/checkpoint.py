@@ -7,7 +7,7 @@ place from the page cache; copying them into pages that exist. In the first stat
 so that all see the same machine. CPU seconds are of all ranks, extra memory is that of the rank with most. The states:
 
 * equal parts of every tensor on each rank (bf16 weights, fp32 masters and moments), which every library can express:
-  ours, PyTorch DCP, and safetensors and megatron-core where they are installed;
+  ours, PyTorch DCP, and safetensors and megatron-core where they are installed; "half" loads it on half as many ranks;
 * a GPT on (tp, dp), with masters and moments as the blocks that a DistributedOptimizer owns: loaded at the topology it
   was saved at and at others, with the bytes that were read for each byte that was needed.
 """
@@ -309,6 +309,47 @@ class Bench:
 
         return (lambda path: dist_checkpointing.save(state(), str(path), validate_access_integrity=False), read)
 
+    # Equal parts on half as many ranks: ours and DCP
+
+    def halve(self) -> None:
+        """Save on all ranks, load on the first half of them."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        def as_dtensors(leaves: dict[str, ShardedTensor], ranks: int) -> dict[str, DTensor]:
+            mesh = DeviceMesh("cpu", list(range(ranks)))
+            members = leaves.items() if self.rank < ranks else ()
+            return {name: DTensor.from_local(leaf.data, mesh, [Shard(0)], run_check=False) for name, leaf in members}
+
+        half = self.ranks // 2
+        group = self._first(half)
+        all_parts = equal_parts(self.args.size_mb, self.rank, self.ranks)
+        half_parts = equal_parts(self.args.size_mb, self.rank % half, half)
+        saved, wanted = as_dtensors(all_parts, self.ranks), as_dtensors(half_parts, half)
+        ours, theirs = self.fresh("half_ours"), self.fresh("half_dcp")
+        self._save(all_parts, ours, SaveOptions(verify_integrity="xxh3"), SaveCache())
+        dcp.save(saved, checkpoint_id=theirs)
+        for _ in range(self.args.repeat):
+            for kind in ("off", "xxh3"):
+                into_cache(ours)
+                options = LoadOptions(verify_integrity=kind)
+
+                def read(options: LoadOptions = options) -> None:
+                    if group is not None:
+                        load({"leaves": half_parts}, ours, group=group, options=options)
+
+                self.timed(f"load half megalite {kind}", read)
+            into_cache(theirs)
+
+            def read_dcp() -> None:
+                if group is not None:
+                    dcp.load(wanted, checkpoint_id=theirs, process_group=group.handle)
+
+            self.timed("load half DCP", read_dcp)
+        self.drop(ours)
+        self.drop(theirs)
+
     # A GPT on (tp, dp): ours at other topologies
 
     def reshard(self) -> None:
@@ -393,6 +434,8 @@ def worker(rank: int, args: argparse.Namespace, folder: str, ranks: int, scratch
     bench = Bench(args, folder, rank, ranks)
     try:
         bench.compare()
+        if ranks > 1:
+            bench.halve()
         bench.reshard()
     finally:
         if rank == 0:
