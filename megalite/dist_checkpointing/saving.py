@@ -122,7 +122,6 @@ class PreparedSave:
         folder: Path,
         draft: _Draft,
         tensors: Sequence[torch.Tensor],
-        staging: Staging,
         *,
         group: Group,
         options: SaveOptions,
@@ -131,7 +130,7 @@ class PreparedSave:
     ) -> None:
         assert cache.plan is not None, "planned before"
         self.folder = folder
-        self._draft, self._tensors, self._staging = draft, tensors, staging
+        self._draft, self._tensors = draft, tensors
         self._plan, self._global_plan, self._index = cache.plan, cache.global_plan, cache.index
         self._group, self._options, self._hook = group, options, hook
         self._report: _Report | None = None
@@ -143,9 +142,9 @@ class PreparedSave:
             with _explained(self.folder):
                 if self._group.is_first:
                     write_durably(self.folder / COMMON_FILE, self._draft.common, self._hook)
-                writer = ItemWriter(
-                    self.folder, self._staging, TorchSaveFraming(), self._options.verify_integrity, self._hook
-                )
+                # What was copied by another staging lies on the host by now.
+                staging, integrity = SynchronousStaging(), self._options.verify_integrity
+                writer = ItemWriter(self.folder, staging, TorchSaveFraming(), integrity, self._hook)
                 objects = self._draft.objects.values()
                 files = writer.write(self._plan, self._tensors, list(objects))
             self._report = _Report([len(data) for data in objects], files)
@@ -222,9 +221,7 @@ def prepare_save(
     tensors = [leaf.global_data for leaf in _share_of(draft.leaves, cache.share)]
     if staging is not None:
         tensors = agreed(group, "copying the state", lambda: list(staging.stage(tensors)))
-    return PreparedSave(
-        folder, draft, tensors, SynchronousStaging(), group=group, options=options, cache=cache, hook=hook
-    )
+    return PreparedSave(folder, draft, tensors, group=group, options=options, cache=cache, hook=hook)
 
 
 def save(

@@ -253,15 +253,12 @@ def _threads() -> int:
 
 def _fail_while_writing(config: Any) -> tuple[bool, int | None]:
     gate = Gate()
-    try:
-        with training_run(config) as ctx:
-            ctx.checkpoints.hook = gate
-            _step(ctx)
-            checkpoint_and_decide_exit(ctx)
-            gate.opened.set()
-            raise ValueError("training broke")
-    except ValueError:
-        pass
+    with pytest.raises(ValueError, match="training broke"), training_run(config) as ctx:
+        ctx.checkpoints.hook = gate
+        _step(ctx)
+        checkpoint_and_decide_exit(ctx)
+        gate.opened.set()
+        raise ValueError("training broke")
     return any("save of iteration" in thread.name for thread in threading.enumerate()), read_tracker(
         config.checkpoint.save
     )
